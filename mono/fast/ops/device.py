@@ -1,0 +1,116 @@
+"""Numeric helpers that every kernel shares: rounding, small formats, exact powers of two.
+
+Each is a `@triton.jit` function that inlines into its caller. Plain and fused kernels call the same ones, so a test of
+one is a test of both. They take and return registers and touch no memory: formats are decoded by bit arithmetic.
+
+Widening needs no helper: `.to(tl.float32)`, `.to(tl.bfloat16)` and `.to(tl.float16)` of an e4m3 value are exact, for
+all 256 codes, on every target. An e4m3 buffer that was passed as bytes is read with `.to(tl.float8e4nv, bitcast=True)`.
+"""
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_bf16(x):
+    """fp32 -> bf16, round to nearest, ties to even. NaN stays NaN, overflow becomes infinity."""
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def true_div(a, b):
+    """`a / b` in fp32, rounded to nearest even. Plain `/` is an approximation on NVIDIA, off by up to 2 ulp."""
+    return tl.div_rn(a, b)
+
+
+@triton.jit
+def quantise_e4m3(x):
+    """fp32 -> e4m3, round to nearest even, saturating at +-448. NaN stays NaN.
+
+    The clamp is explicit because targets differ above 464, and passes NaN on because a plain `tl.clamp` would turn
+    it into a finite value on NVIDIA.
+    """
+    return tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def e4m3_scale(amax):
+    """fp32 scale of PTPC FP8 and of the FP8 KV cache: `amax / 448` by true division, 1.0 where amax is zero.
+
+    Divide by it (`quantise_e4m3(true_div(x, scale))`): the product with a reciprocal rounds differently.
+    """
+    return tl.where(amax == 0.0, 1.0, tl.div_rn(amax, 448.0))
+
+
+@triton.jit
+def exp2_int(e):
+    """`2^e` as fp32 for int32 `e`, exact: subnormal below -126, zero below -149, infinity above 127.
+
+    Built from bits because the hardware's `exp2` flushes subnormal results to zero.
+    """
+    normal = (tl.minimum(e, 128) + 127) << 23
+    subnormal = 1 << tl.minimum(tl.maximum(e + 149, 0), 23)
+    bits = tl.where(e >= -126, normal, tl.where(e >= -149, subnormal, 0))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_e8m0(code):
+    """E8M0 scale bytes (uint8) -> fp32 `2^(code - 127)`, exact; 0 is the subnormal 2^-127, 255 is NaN."""
+    e = code.to(tl.int32)
+    bits = tl.where(e == 0, 0x00400000, tl.where(e == 255, 0x7FC00000, e << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mxfp8_scale(amax):
+    """E8M0 code (uint8) of an MXFP8 scale block from its fp32 `amax >= 0`.
+
+        code = ceil(log2(amax / 448)) + 127, clamped to [1, 254]
+
+    Exact, from the bits: 448 is 1.75 * 2^8, so the ceiling steps where the significand passes 1.75. 448 -> 127,
+    449 -> 128, 1.0 -> 119, 0 -> 1. Infinity and NaN give 254. The block is then
+    `quantise_e4m3(x * decode_e8m0(254 - code))`, since 2^(127 - code) is the scale of code 254 - code.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    code = (
+        (bits + 0x1FFFFF) >> 23
+    ) - 8  # carries into the exponent when the fraction exceeds 0x600000, i.e. 1.75
+    code = tl.where(bits >= 0x7F800000, 254, tl.maximum(code, 1))
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _decode_e2m1(code):
+    """e2m1 codes 0..15 (uint8) -> bf16, exact: 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign."""
+    code = code.to(tl.uint16)
+    magnitude = code & 7  # ee m: moved to bf16's exponent and top fraction bit, bias 1 becomes bias 127
+    normal = (magnitude << 6) + 0x3F00
+    bits = tl.where(magnitude < 2, magnitude * 0x3F00, normal)  # 0 and the subnormal 0.5
+    return (bits | ((code & 8) << 12)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def unpack_e2m1_low(byte):
+    """Low nibbles of packed e2m1 bytes (uint8), the even columns, as exact bf16 values."""
+    return _decode_e2m1(byte & 0xF)
+
+
+@triton.jit
+def unpack_e2m1_high(byte):
+    """High nibbles of packed e2m1 bytes (uint8), the odd columns, as exact bf16 values."""
+    return _decode_e2m1(byte >> 4)
+
+
+@triton.jit
+def swiglu_oai(gate, up, alpha, beta, limit):
+    """Clamped SwiGLU in fp32: `g * sigmoid(alpha * g) * (u + beta)`, g = min(gate, limit), u = clamp(up, -limit, limit).
+
+    NaN passes through, as in the reference. The sigmoid's exponential and division are the hardware's approximations,
+    a few ulp of fp32 from exact; every use rounds the result to bf16 or further.
+    """
+    g = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    u = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return g * tl.sigmoid(alpha * g) * (u + beta)
