@@ -27,7 +27,8 @@ class Mxfp4(Stored):
     packed:  uint8 [..., K/2], the even k in the low nibble.
     scale:   uint8 [..., K/32], E8M0.
     Value:   e2m1[k] * 2^(scale[k // 32] - 127).
-    Errors:  ValueError, naming the field, for another dtype, shape, a K that 32 does not divide, or two devices.
+    Errors:  ValueError, naming the field, for another dtype or shape, a K that is no multiple of 32, or
+             two devices.
     """
 
     format_name: ClassVar[str] = "mxfp4"
@@ -51,25 +52,29 @@ class Mxfp4(Stored):
         return torch.Size((*leading, 2 * half))
 
     def dequantise(self) -> Tensor:
-        """fp32 [..., K], exact. What exceeds fp32 (4 and 6 under 2^126 or 2^127) becomes infinite; byte 255 is NaN."""
-        blocks = e2m1.decode(e2m1.unpack(self.packed)).unflatten(-1, (self.scale.shape[-1], GROUP))
+        """fp32 [..., K], exact. Byte 255 gives NaN; what exceeds fp32, such as 4 * 2^126, is infinite."""
+        values = e2m1.decode(e2m1.unpack(self.packed))
+        blocks = values.reshape(*self.scale.shape, GROUP)  # [..., K/32, 32]
         return (blocks * e8m0.decode(self.scale).unsqueeze(-1)).flatten(-2)
 
 
 def quantise(x: Tensor) -> Mxfp4:
-    """The scale by the rule called "even": amax / scale lies in [3.5, 7).
+    """The scale by the rule called "even".
 
-        c = exponent(amax + 1/4 of its power of two) - 2 + 127, clamped to [0, 254]    amax over 32 consecutive k
+    amax is the largest of 32 consecutive |x[k]|. With 2^n the power of two at or below it, amax' is 2^(n+1) if
+    amax >= 1.75 * 2^n, otherwise amax itself. So amax / scale lies in [3.5, 7).
+
+        c = floor(log2(amax')) - 2 + 127, clamped to [0, 254]
         code[k] = e2m1(x[k] * 2^(127 - c))
 
     Shapes:    x any float [..., K].
     Rounding:  scaled values in (6, 7) saturate at 6; the others go to nearest even.
-    Errors:    ValueError if 32 does not divide K, or, with the count, if x holds a NaN or an infinity.
+    Errors:    ValueError if K is no multiple of 32, or, with the count, if x holds a NaN or an infinity.
     """
     check_dimensions("mxfp4: x", x, 1)
     check_groups("mxfp4: x", x.shape[-1], GROUP)
     check_finite("mxfp4: x", x)
-    blocks = x.float().unflatten(-1, (x.shape[-1] // GROUP, GROUP))
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)  # [..., K/32, 32]
     scale = e8m0.encode_even(blocks.abs().amax(dim=-1))
     codes = e2m1.encode(blocks * e8m0.decode_inverse(scale).unsqueeze(-1)).flatten(-2)
     return Mxfp4(e2m1.pack(codes), scale)

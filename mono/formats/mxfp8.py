@@ -20,7 +20,8 @@ class Mxfp8(Stored):
     values:  float8_e4m3fn [..., K].
     scale:   uint8 [..., K/32], E8M0.
     Value:   values[k] * 2^(scale[k // 32] - 127).
-    Errors:  ValueError, naming the field, for another dtype, shape, a K that 32 does not divide, or two devices.
+    Errors:  ValueError, naming the field, for another dtype or shape, a K that is no multiple of 32, or
+             two devices.
     """
 
     format_name: ClassVar[str] = "mxfp8"
@@ -43,8 +44,8 @@ class Mxfp8(Stored):
         return self.values.shape
 
     def dequantise(self) -> Tensor:
-        """fp32 [..., K], exact. What exceeds fp32 (scales of 2^120 and more) becomes infinite; byte 255 is NaN."""
-        blocks = e4m3.decode(self.values).unflatten(-1, (self.scale.shape[-1], GROUP))
+        """fp32 [..., K], exact. Byte 255 gives NaN; what exceeds fp32, such as 448 * 2^120, is infinite."""
+        blocks = e4m3.decode(self.values).reshape(*self.scale.shape, GROUP)  # [..., K/32, 32]
         return (blocks * e8m0.decode(self.scale).unsqueeze(-1)).flatten(-2)
 
 
@@ -57,13 +58,13 @@ def quantise(x: Tensor) -> Mxfp8:
     Shapes:    x any float [..., K].
     Rounding:  the ceiling by bit arithmetic, so amax = 448 * 2^n does not round up; the elements to nearest
                even; the product with the power of two is exact down to where e4m3 is zero.
-    Errors:    ValueError if 32 does not divide K. Values are not checked, for activations pass here too and must
-               not wait for the device: a NaN makes its block NaN (scale byte 255 and NaN codes), an infinity
-               becomes the code 448 under the largest scale, which decodes to infinity. A weight goes through
-               `check_finite` first.
+    Errors:    ValueError if K is no multiple of 32. Values are not checked, for activations pass here too and
+               must not wait for the device: a NaN makes its block NaN (scale byte 255 and NaN codes), an
+               infinity becomes the code 448 under the largest scale, which decodes to infinity. A weight goes
+               through `check_finite` first.
     """
     check_dimensions("mxfp8: x", x, 1)
     check_groups("mxfp8: x", x.shape[-1], GROUP)
-    blocks = x.float().unflatten(-1, (x.shape[-1] // GROUP, GROUP))
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)  # [..., K/32, 32]
     scale = e8m0.encode_ceil(blocks.abs().amax(dim=-1) / e4m3.MAX)
     return Mxfp8(e4m3.encode(blocks * e8m0.decode_inverse(scale).unsqueeze(-1)).flatten(-2), scale)

@@ -1,7 +1,8 @@
 """NVFP4: e2m1 codes, two to a byte, 16 along K to one e4m3 scale, and one fp32 scale per matrix.
 
 Two conventions are in use and nothing in the bytes tells them apart: compressed-tensors stores a global scale
-that divides (`weight_global_scale`), ModelOpt one that multiplies (`weight_scale_2`). So each matrix names its own.
+that divides (`weight_global_scale`), ModelOpt one that multiplies (`weight_scale_2`). So each matrix names its
+own.
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ class Nvfp4(Stored):
                    [E, N] where matrices of different global scales are stacked.
     convention:    "compressed-tensors" divides by the global scale, "modelopt" multiplies.
     Value:         e2m1[k] * scale[k // 16] / global_scale, or * global_scale.
-    Errors:        ValueError, naming the field, for another dtype, shape, convention, a K that 16 does not divide,
-                   or two devices.
+    Errors:        ValueError, naming the field, for another dtype, shape or convention, a K that is no multiple
+                   of 16, or two devices.
     """
 
     format_name: ClassVar[str] = "nvfp4"
@@ -70,14 +71,15 @@ class Nvfp4(Stored):
         return torch.Size((*leading, 2 * half))
 
     def __getitem__(self, index: Index) -> "Nvfp4":
-        """Index the leading dimensions, never K; a scalar global scale stays, a longer one is indexed along."""
+        """Index the leading dimensions, never K. A scalar global scale stays, a longer one is indexed too."""
         indices = index if isinstance(index, tuple) else (index,)
         global_scale = self.global_scale[indices[: self.global_scale.dim()]]
         return Nvfp4(self.packed[index], self.scale[index], global_scale, self.convention)
 
     def dequantise(self) -> Tensor:
         """fp32 [..., K]. The product of code and scale is exact; one rounding, by the global scale."""
-        blocks = e2m1.decode(e2m1.unpack(self.packed)).unflatten(-1, (self.scale.shape[-1], GROUP))
+        values = e2m1.decode(e2m1.unpack(self.packed))
+        blocks = values.reshape(*self.scale.shape, GROUP)  # [..., K/16, 16]
         scaled = (blocks * e4m3.decode(self.scale).unsqueeze(-1)).flatten(-2)
         return _apply_global(scaled, self.global_scale, self.convention)
 
@@ -91,16 +93,16 @@ def quantise(x: Tensor, convention: Convention) -> Nvfp4:
         code[k] = e2m1(x[k] / (scale * unit))
 
     Shapes:    x any float [..., N, K], or [K]. The global scale has the shape [...], one per matrix.
-    Rounding:  scales and quotients in fp32, codes to nearest even, saturating at 6. The floor 2^-9, the smallest
-               e4m3 value, keeps a small block from being lost to a zero scale.
-    Errors:    ValueError if 16 does not divide K, for another convention, or, with the count, if x holds a NaN
-               or an infinity.
+    Rounding:  scales and quotients in fp32, codes to nearest even, saturating at 6. The floor 2^-9, the
+               smallest e4m3 value, keeps a small block from being lost to a zero scale.
+    Errors:    ValueError if K is no multiple of 16, for another convention, or, with the count, if x holds a
+               NaN or an infinity.
     """
     _check_convention(convention)
     check_dimensions("nvfp4: x", x, 1)
     check_groups("nvfp4: x", x.shape[-1], GROUP)
     check_finite("nvfp4: x", x)
-    blocks = x.float().unflatten(-1, (x.shape[-1] // GROUP, GROUP))  # [..., N, K/16, 16]
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)  # [..., N, K/16, 16]
     block_max = blocks.abs().amax(dim=-1)  # [..., N, K/16]
     matrix_max = block_max.amax(dim=(-2, -1) if x.dim() > 1 else -1)
 
@@ -109,9 +111,8 @@ def quantise(x: Tensor, convention: Convention) -> Nvfp4:
     matrix_max = torch.where(matrix_max == 0, full, matrix_max.clamp(min=full * 2.0**-126))
     global_scale = full / matrix_max if convention == "compressed-tensors" else matrix_max / full
 
-    scale = e4m3.encode(
-        _remove_global(block_max / e2m1.MAX, global_scale, convention).clamp(min=e4m3.SMALLEST)
-    )
+    wanted = _remove_global(block_max / e2m1.MAX, global_scale, convention)
+    scale = e4m3.encode(wanted.clamp(min=e4m3.SMALLEST))
     step = _apply_global(e4m3.decode(scale), global_scale, convention)
     codes = e2m1.encode(blocks / step.unsqueeze(-1)).flatten(-2)
     return Nvfp4(e2m1.pack(codes), scale, global_scale, convention)

@@ -51,8 +51,8 @@ def quantise_weight(w: Tensor) -> PtpcFp8:
         scale[n] = max(max_k |w[n, k]| / 448, 1e-30)
         values[n, k] = e4m3(w[n, k] / scale[n])
 
-    The maximum runs over the K given. A row-parallel weight is quantised whole and cut afterwards; a rank that
-    quantises its own shard has other scales and other values.
+    The maximum runs over the K given. A row-parallel weight is quantised whole and cut afterwards: a rank
+    that quantises its own shard gets other scales and other values.
 
     Shapes:    w any float [..., N, K].
     Rounding:  scale and quotient in fp32 by true division, then to nearest even.

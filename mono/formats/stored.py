@@ -11,7 +11,7 @@ Index = int | slice | Tensor | tuple[int | slice | Tensor, ...]
 
 
 class Stored:
-    """A matrix as stored: codes [..., N, K] and their scales. Every format is a frozen dataclass built on it."""
+    """A matrix as stored: codes [..., N, K] and their scales. Each format is a frozen dataclass of it."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ class Stored:
         return self._each(lambda tensor: tensor.to(device))
 
     def __getitem__(self, index: Index) -> Self:
-        """Index the leading dimensions, never K: `table[e]` is one expert's matrix, `matrix[a:b]` its rows."""
+        """Index the leading dimensions, never K: `table[e]` is one expert's matrix, `matrix[a:b]` some rows."""
         return self._each(lambda tensor: tensor[index])
 
     def rows(self, start: int, stop: int) -> Self:
