@@ -61,8 +61,8 @@ class Mxfp4(Stored):
 def quantise(x: Tensor) -> Mxfp4:
     """The scale by the rule called "even".
 
-    amax is the largest of 32 consecutive |x[k]|. With 2^n the power of two at or below it, amax' is 2^(n+1) if
-    amax >= 1.75 * 2^n, otherwise amax itself. So amax / scale lies in [3.5, 7).
+    amax is the largest of 32 consecutive |x[k]|. With 2^n the power of two at or below it, amax' is 2^(n+1)
+    if amax >= 1.75 * 2^n, otherwise amax itself. So amax / scale lies in [3.5, 7).
 
         c = floor(log2(amax')) - 2 + 127, clamped to [0, 254]
         code[k] = e2m1(x[k] * 2^(127 - c))

@@ -1,8 +1,8 @@
 """NVFP4: e2m1 codes, two to a byte, 16 along K to one e4m3 scale, and one fp32 scale per matrix.
 
-Two conventions are in use and nothing in the bytes tells them apart: compressed-tensors stores a global scale
-that divides (`weight_global_scale`), ModelOpt one that multiplies (`weight_scale_2`). So each matrix names its
-own.
+Two conventions are in use and nothing in the bytes tells them apart: compressed-tensors stores a global
+scale that divides (`weight_global_scale`), ModelOpt one that multiplies (`weight_scale_2`). So each matrix
+names its own.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class Nvfp4(Stored):
                    [E, N] where matrices of different global scales are stacked.
     convention:    "compressed-tensors" divides by the global scale, "modelopt" multiplies.
     Value:         e2m1[k] * scale[k // 16] / global_scale, or * global_scale.
-    Errors:        ValueError, naming the field, for another dtype, shape or convention, a K that is no multiple
-                   of 16, or two devices.
+    Errors:        ValueError, naming the field, for another dtype, shape or convention, a K that is no
+                   multiple of 16, or two devices.
     """
 
     format_name: ClassVar[str] = "nvfp4"

@@ -36,7 +36,7 @@ class Stored:
         return self._each(lambda tensor: tensor.to(device))
 
     def __getitem__(self, index: Index) -> Self:
-        """Index the leading dimensions, never K: `table[e]` is one expert's matrix, `matrix[a:b]` some rows."""
+        """Index leading dimensions, never K: `table[e]` is one expert's matrix, `matrix[a:b]` its rows."""
         return self._each(lambda tensor: tensor[index])
 
     def rows(self, start: int, stop: int) -> Self:
