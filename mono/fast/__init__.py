@@ -1,0 +1,12 @@
+"""The model in Triton: the same six names as `mono.reference`."""
+
+from mono.fast import dense_attention, dense_mlp, embed, head, moe, sparse_attention
+
+ARMS = {
+    "embed": embed,
+    "dense_attention": dense_attention,
+    "sparse_attention": sparse_attention,
+    "dense_mlp": dense_mlp,
+    "moe": moe,
+    "head": head,
+}

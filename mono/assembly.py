@@ -1,0 +1,98 @@
+"""A plan with every slot built on one arm or the other: what the audit walks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mono import reference
+from mono.caches import LayerCache
+from mono.deployment import Deployment
+from mono.interface import Carry, Layer, Side
+from mono.layers import AnyWeights
+from mono.layers.checks import device_of
+from mono.parallel import SOLO, Comm
+from mono.plan import Plan, Slot
+from mono.reference.numerics import NATIVE, Numerics
+from mono.refusal import Refused
+from mono.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Built layers of every slot of a plan, and which arm each one is."""
+
+    plan: Plan
+    layers: tuple[Layer, ...]
+    sides: tuple[Side, ...]
+    device: torch.device
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.plan.slots[0].spec.hidden
+
+    def start(self, step: Step) -> Carry:
+        """The carry before the first slot of a step."""
+        return Carry.start(step.rows, self.hidden, self.device)
+
+    def run_slot(self, index: int, carry: Carry, step: Step, caches: Sequence[LayerCache]) -> Carry:
+        """Run slot number `index` alone on a carry."""
+        layer = min(max(self.plan.slots[index].layer, 0), self.plan.layers - 1)
+        return self.layers[index](carry, step, caches[layer])
+
+
+def assemble(
+    plan: Plan,
+    weights: Sequence[AnyWeights],
+    deployment: Deployment,
+    side: Side,
+    comm: Comm = SOLO,
+    numerics: Numerics = NATIVE,
+) -> Assembly | Refused:
+    """Build every slot of `plan` on one arm, or say which slots that arm refuses and why.
+
+    side:      `fast` runs a sparse dense-MLP prefix on the reference arm unless `deployment.prefix` is
+               `fast`; every other slot is fast.
+    numerics:  how the reference sums; native wherever the model is served.
+    Errors:    ValueError if the weights are not one for each slot.
+    """
+    if len(weights) != len(plan.slots):
+        raise ValueError(f"assemble: {len(plan.slots)} slots, {len(weights)} weights")
+    sides = tuple(side_of(plan, slot, deployment, side) for slot in plan.slots)
+    reasons = [
+        f"{slot}: {why}"
+        for slot, at in zip(plan.slots, sides, strict=True)
+        if (why := _arm(slot, at).refuse(slot.spec, deployment)) is not None
+    ]
+    if reasons:
+        return Refused(tuple(reasons))
+    layers = []
+    for slot, at, slot_weights in zip(plan.slots, sides, weights, strict=True):
+        extra = {"numerics": numerics} if at == "reference" else {}
+        try:
+            layers.append(_arm(slot, at).build(slot.spec, slot_weights, comm, **extra))
+        except ValueError as error:
+            raise ValueError(f"{slot}: {error}") from error
+    first = weights[0]
+    return Assembly(plan, tuple(layers), sides, device_of(getattr(first, "table")))  # noqa: B009
+
+
+def side_of(plan: Plan, slot: Slot, deployment: Deployment, side: Side) -> Side:
+    """The arm that serves `slot` when the model is asked to run on `side`."""
+    sparse_prefix = plan.slots[1].kind == "sparse_attention"
+    in_prefix = 0 <= slot.layer < plan.prefix < plan.layers
+    if side == "fast" and sparse_prefix and in_prefix and deployment.prefix == "reference":
+        return "reference"
+    return side
+
+
+def _arm(slot: Slot, side: Side) -> Any:
+    if side == "reference":
+        return reference.ARMS[slot.kind]
+    from mono import fast  # Triton is imported only where a fast arm is asked for
+
+    return fast.ARMS[slot.kind]

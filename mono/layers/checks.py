@@ -1,0 +1,57 @@
+"""Checks that both arms of a layer type share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mono.interface import LayerType
+from mono.parallel import Comm
+
+
+def check_weights(layer_type: LayerType[Any, Any], spec: Any, weights: Any, comm: Comm) -> None:
+    """ValueError naming the field, if a weight is missing, not this rank's shape, or not on one device."""
+    shapes: Mapping[str, tuple[int, ...] | None] = layer_type.shapes(spec)
+    devices: dict[str, str] = {}
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        want = local_shape(shapes[field.name], layer_type.cuts[field.name], comm.size)
+        if (value is None) != (want is None):
+            raise ValueError(
+                f"{layer_type.name}.{field.name}: expected {_words(want)}, got {_words(shape_of(value))}"
+            )
+        if value is None or want is None:
+            continue
+        got = shape_of(value) or ()
+        if len(got) != len(want) or any(w not in (g, -1) for g, w in zip(got, want, strict=True)):
+            raise ValueError(f"{layer_type.name}.{field.name}: expected {_words(want)}, got {_words(got)}")
+        devices[field.name] = str(device_of(value))
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"{layer_type.name}: weights lie on several devices: {devices}")
+
+
+def local_shape(shape: tuple[int, ...] | None, cut: str, ranks: int) -> tuple[int, ...] | None:
+    """The shape one rank holds of a weight of `shape` under `cut`. Uncut when there is one rank."""
+    if shape is None or ranks == 1 or cut == "replicated":
+        return shape
+    raise NotImplementedError(f"tensor parallel cut {cut!r} over {ranks} ranks")
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """The logical shape of a tensor or a quantised matrix."""
+    return None if value is None else tuple(value.shape)
+
+
+def device_of(value: Any) -> torch.device:
+    """The device of a tensor or of a quantised matrix's first part."""
+    if isinstance(value, Tensor):
+        return value.device
+    return next(v.device for f in fields(value) if isinstance(v := getattr(value, f.name), Tensor))
+
+
+def _words(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else str(list(shape))

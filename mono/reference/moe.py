@@ -1,0 +1,66 @@
+"""Mixture of experts, in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mono.caches import LayerCache
+from mono.deployment import Deployment
+from mono.formats import Matrix
+from mono.interface import Carry, Layer
+from mono.layers.checks import check_weights
+from mono.layers.moe import TYPE, Spec, Weights
+from mono.parallel import Comm
+from mono.reference.numerics import NATIVE, Numerics
+from mono.reference.ops.linear import linear
+from mono.reference.ops.rms_norm import absorb, gemma_rms_norm
+from mono.reference.ops.router import route
+from mono.reference.ops.swiglu import swiglu_oai
+from mono.step import Step
+
+
+def refuse(spec: Spec, deployment: Deployment) -> str | None:
+    """The reference serves every MoE layer."""
+    return None
+
+
+def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE) -> Layer:
+    """Keep the weights as they are stored, and decode an expert's matrices when a row has chosen it.
+
+        out = sum_k w_k E_k(x) + S(x),  E(x) = down swiglu(gate_up x)
+
+    Rounding, in order: residual to bf16; norm output to bf16; that to MXFP8 for the experts where the
+    deployment says so; SwiGLU to bf16, likewise; each expert's output stays fp32, is multiplied by its
+    weight, and the slots are summed in fp32; the sum to bf16.
+    """
+    check_weights(TYPE, spec, weights, comm)
+
+    def expert(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+        h = linear(x, gate_up, numerics, spec.activations)  # [t, 2 F] fp32
+        mid = swiglu_oai(h, spec.alpha, spec.beta, spec.limit).bfloat16()  # [t, F]
+        return linear(mid, down, numerics, spec.activations)  # [t, H] fp32
+
+    def moe(carry: Carry, step: Step, cache: LayerCache) -> Carry:
+        total = absorb(carry, comm)  # [T, H] fp32
+        x = gemma_rms_norm(total, weights.norm, spec.eps, numerics).bfloat16()  # of the unrounded sum
+        ids, weight = route(x, weights.router, weights.bias, spec.topk, spec.scaling, numerics)  # [T, K]
+        if spec.shared == "fused":
+            ids = torch.nn.functional.pad(ids, (0, 1), value=spec.experts)
+            weight = torch.nn.functional.pad(weight, (0, 1), value=1.0)
+        ids = torch.where(step.live[:, None], ids, -1)  # a padding row is no expert's work
+
+        terms = x.new_zeros(step.rows, spec.slots, spec.hidden, dtype=torch.float32)
+        for e in range(spec.table):
+            row, slot = torch.nonzero(ids == e, as_tuple=True)
+            if len(row):
+                y = expert(x[row], weights.gate_up[e], weights.down[e])
+                terms[row, slot] = y * weight[row, slot, None]
+        out = numerics.sum(terms, 1)  # [T, H]
+        if weights.shared_gate_up is not None and weights.shared_down is not None:
+            out = out + expert(x, weights.shared_gate_up, weights.shared_down)
+        return replace(carry, residual=total.bfloat16(), partial=out.bfloat16())
+
+    return moe

@@ -1,0 +1,33 @@
+"""A linear layer over whatever format its matrix is stored in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from mono.formats import Bf16, Matrix, PtpcFp8, mxfp8, ptpc_fp8
+from mono.reference.numerics import NATIVE, Numerics
+
+
+def linear(
+    x: Tensor,
+    matrix: Matrix,
+    numerics: Numerics = NATIVE,
+    activations: Literal["mxfp8", "bf16"] = "bf16",
+) -> Tensor:
+    """y = x W^T, the row rounded as W's format asks.
+
+    Shapes:    x [T, K] fp32 or bf16; W [N, K]. Returns [T, N] fp32, not rounded.
+    Rounding:  PTPC FP8: x to e4m3 with one fp32 scale a row (amax / 448, from x as given), products
+               of the stored codes summed, then times the row's scale, then the channel's.
+               MXFP4, MXFP8, NVFP4: x to bf16, then to MXFP8 if `activations` says so; products of
+               the decoded values summed.  BF16: x to bf16, products summed.
+    """
+    if isinstance(matrix, PtpcFp8):
+        x8, scale = ptpc_fp8.quantise_rows(x)
+        return numerics.matmul(x8.float(), matrix.values.float()) * scale[:, None] * matrix.scale[None, :]
+    x = x.bfloat16()
+    if activations == "mxfp8" and not isinstance(matrix, Bf16):
+        return numerics.matmul(mxfp8.quantise(x).dequantise(), matrix.dequantise())
+    return numerics.matmul(x.float(), matrix.dequantise())
