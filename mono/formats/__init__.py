@@ -14,7 +14,7 @@ Packed codes hold the even k in the low nibble. The element types are in `e4m3`,
 
 Weight quantisers raise on a value that is not finite: a weight must be. Activation quantisers
 (`quantise_rows`, `quantise_heads`, `mxfp8.quantise`) do not look, since that would wait for the device within
-a step; there a NaN makes its own row, head or scale block NaN and is never replaced.
+a step; there a NaN stays a NaN: in its whole row or head through the scale, in MXFP8 in its own place.
 """
 
 from mono.formats.bf16 import Bf16

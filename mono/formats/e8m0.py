@@ -42,13 +42,12 @@ def encode_ceil(x: Tensor) -> Tensor:
         c = ceil(log2(x)) + 127, clamped to [1, 254]
 
     Shapes:    x fp32, not negative, any shape; returns uint8 of the same shape.
-    Rounding:  exact powers of two stay. Zero gives 1, infinity 254, NaN 255.
+    Rounding:  exact powers of two stay. Zero gives 1, infinity and NaN give 254.
     """
     bits = x.view(torch.int32)
-    exponent = bits >> _FP32_MANTISSA_BITS
+    exponent = (bits >> _FP32_MANTISSA_BITS) & 0xFF
     past_a_power = (bits & 0x007FFFFF) != 0
-    codes = (exponent + past_a_power.int()).clamp(1, 254)
-    return torch.where(torch.isnan(x), NAN, codes).to(torch.uint8)
+    return (exponent + past_a_power.int()).clamp(1, 254).to(torch.uint8)
 
 
 def encode_even(amax: Tensor) -> Tensor:
