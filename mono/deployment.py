@@ -23,7 +23,7 @@ class Deployment:
     expert_activations:  `mxfp8` (e4m3, an E8M0 scale for 32: the family's definition) or `bf16`.
     shared_expert:       `fused` requantises the shared expert to MXFP4 as expert number E;
                          `apart` keeps it as the checkpoint stores it.
-    kv_format:           format of the K/V and index caches; `fp8_e4m3`.
+    kv_format:           format of the K/V and index caches: `fp8_e4m3` or `bf16`.
     max_context:         longest context served, in tokens.
     verify, draft_len:   speculative verify mode and drafts per request.
     widths:              row counts that are built; a step runs at the smallest that holds it.
@@ -35,7 +35,7 @@ class Deployment:
     linears: Literal["ptpc_fp8", "checkpoint"] = "ptpc_fp8"
     expert_activations: Activations = "mxfp8"
     shared_expert: SharedExpert = "fused"
-    kv_format: str = "fp8_e4m3"
+    kv_format: Literal["fp8_e4m3", "bf16"] = "fp8_e4m3"
     max_context: int = 1_048_576
     verify: Verify = "fixed"
     draft_len: int = 7
@@ -47,6 +47,7 @@ class Deployment:
             ("linears", ("ptpc_fp8", "checkpoint")),
             ("expert_activations", get_args(Activations)),
             ("shared_expert", get_args(SharedExpert)),
+            ("kv_format", ("fp8_e4m3", "bf16")),
             ("verify", get_args(Verify)),
             ("prefix", get_args(Prefix)),
         ):

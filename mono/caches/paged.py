@@ -9,14 +9,16 @@ from torch import Tensor
 
 from mono.formats import kv_fp8
 
+KV_FORMATS = ("fp8_e4m3", "bf16")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """The cache of one decoder layer. A page holds one KV block of `block_size` tokens.
 
-    k, v:              [P, block, G, D] float8_e4m3fn.
-    k_scale, v_scale:  [P, block, G] fp32, one scale per token and KV head.
-    index_k:           [P, block, I] float8_e4m3fn at unit scale; None where the layer has no indexer.
+    k, v:              [P, block, G, D] float8_e4m3fn, or bf16.
+    k_scale, v_scale:  [P, block, G] fp32, one scale per token and KV head; 1.0 in a bf16 cache.
+    index_k:           [P, block, I] like k, at unit scale; None where the layer has no indexer.
 
     Row p x block + o of the flattened first two dimensions is *slot* p x block + o.
     """
@@ -35,19 +37,24 @@ class LayerCache:
         head_dim: int,
         index_dim: int | None,
         device: torch.device | str = "cpu",
+        kv_format: str = "fp8_e4m3",
     ) -> LayerCache:
-        """A cache whose every byte reads as NaN until it is written: nothing may depend on it."""
+        """A cache whose every value reads as NaN until it is written: nothing may depend on it."""
+        if kv_format not in KV_FORMATS:
+            raise ValueError(f"cache: expected a format of {KV_FORMATS}, got {kv_format!r}")
 
-        def nan8(*shape: int) -> Tensor:
+        def nan(*shape: int) -> Tensor:
+            if kv_format == "bf16":
+                return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
             return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
         scale = torch.full((pages, block_size, kv_heads), float("nan"), device=device)
         return LayerCache(
-            k=nan8(pages, block_size, kv_heads, head_dim),
-            v=nan8(pages, block_size, kv_heads, head_dim),
+            k=nan(pages, block_size, kv_heads, head_dim),
+            v=nan(pages, block_size, kv_heads, head_dim),
             k_scale=scale,
             v_scale=scale.clone(),
-            index_k=None if index_dim is None else nan8(pages, block_size, index_dim),
+            index_k=None if index_dim is None else nan(pages, block_size, index_dim),
         )
 
     @property
@@ -56,23 +63,31 @@ class LayerCache:
         return self.k.shape[1]
 
     def insert_kv(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Quantise and store the rows whose slot is not negative.
+        """Store the rows whose slot is not negative.
 
         Shapes:    slots [T] int64; k, v [T, G, D] bf16.
-        Rounding:  e4m3 with scale amax / 448 per token and KV head, 1.0 for a zero vector.
+        Rounding:  e4m3 with scale amax / 448 per token and KV head, 1.0 for a zero vector; none in a
+                   bf16 cache.
         """
         live = slots >= 0
         at = slots[live]
         for x, values, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+            if values.dtype == torch.bfloat16:
+                values.flatten(0, 1)[at] = x[live]
+                scales.flatten(0, 1)[at] = 1.0
+                continue
             x8, scale = kv_fp8.quantise_heads(x[live])
             _bytes(values)[at] = x8.view(torch.uint8)
             scales.flatten(0, 1)[at] = scale
 
     def insert_index_k(self, slots: Tensor, index_k: Tensor) -> None:
-        """Store index keys [T, I] bf16 as e4m3 at unit scale, where the slot is not negative."""
+        """Store index keys [T, I] bf16, as e4m3 at unit scale or as they are, where the slot is not negative."""
         if self.index_k is None:
             raise ValueError("cache.index_k: this layer has no index cache")
         live = slots >= 0
+        if self.index_k.dtype == torch.bfloat16:
+            self.index_k.flatten(0, 1)[slots[live]] = index_k[live]
+            return
         _bytes(self.index_k)[slots[live]] = kv_fp8.encode_index_key(index_k[live]).view(torch.uint8)
 
     def clone(self) -> LayerCache:
