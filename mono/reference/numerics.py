@@ -50,16 +50,12 @@ def reordered(chunks: int) -> Numerics:
         raise ValueError(f"reordered: expected at least 2 chunks, got {chunks}")
 
     def matmul(a: Tensor, b: Tensor) -> Tensor:
-        parts = [
-            _native_matmul(a[..., c::chunks], b[..., c::chunks]) for c in range(min(chunks, a.shape[-1]))
-        ]
+        parts = [_native_matmul(a[..., c::chunks], b[..., c::chunks]) for c in range(chunks)]
         return _add_backwards(parts)
 
     def sum_(x: Tensor, dim: int) -> Tensor:
-        size = x.shape[dim]
-        at = torch.arange(size, device=x.device)
-        parts = [x.float().index_select(dim, at[c::chunks]).sum(dim) for c in range(min(chunks, size))]
-        return _add_backwards(parts) if parts else _native_sum(x, dim)
+        at = torch.arange(x.shape[dim], device=x.device)
+        return _add_backwards([x.float().index_select(dim, at[c::chunks]).sum(dim) for c in range(chunks)])
 
     return Numerics(f"reordered/{chunks}", matmul, sum_)
 
