@@ -40,7 +40,7 @@ def encode(x: Tensor) -> Tensor:
     # the magnitude code is the number of bounds below |x|; a tie goes up only from an odd code
     bounds = torch.tensor(_MIDPOINTS, dtype=torch.float32, device=x.device)
     bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))
-    magnitude = torch.bucketize(x32.abs(), bounds, out_int32=True)
+    magnitude = torch.bucketize(x32.abs().contiguous(), bounds, out_int32=True)
     return (magnitude + 8 * torch.signbit(x32)).to(torch.uint8)
 
 

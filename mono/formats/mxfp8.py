@@ -59,8 +59,8 @@ def quantise(x: Tensor) -> Mxfp8:
     Rounding:  the ceiling by bit arithmetic, so amax = 448 * 2^n does not round up; the elements to nearest
                even; the product with the power of two is exact down to where e4m3 is zero.
     Errors:    ValueError if K is no multiple of 32. Values are not checked, for activations pass here too and
-               must not wait for the device: a NaN keeps its place as a NaN code, an infinity becomes the code 448;
-               both get the scale byte 254, under which 448 decodes to infinity. A weight goes through
+               must not wait for the device: a NaN keeps its place as a NaN code, an infinity becomes the code
+               448; both get the scale byte 254, under which 448 decodes to infinity. A weight goes through
                `check_finite` first.
     """
     check_dimensions("mxfp8: x", x, 1)
