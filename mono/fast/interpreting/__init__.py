@@ -1,0 +1,1 @@
+"""Parts of `mono.fast.interpreter`: number formats, memory checks, operations, reductions."""
