@@ -1,0 +1,146 @@
+"""Near tie or real error? Every row's margin, its change on another arm, and the noise of that change.
+
+    g = z[a] - z[b],  a and b the reference's first and second token
+    D = (z'[a] - z'[b]) - g,  z' the other arm's logits
+
+A flip needs D <= -g. How large D normally is, the floor arms say: the same reference with its sums in another
+legal order. So each flip is judged against measured noise, and a fault shows in D long before it flips a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+
+FlipClass = Literal["T0", "T1", "T2", "T3"]
+Floats = NDArray[np.float64]
+
+NOISE_SIGMAS = 4.0  # |D| of normal noise exceeds this once in 16,000 rows
+TO_SIGMA = 1.4826  # a normal distribution's sigma over its median absolute deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """The reference's two best tokens of each row. first, second [T] int64; gap, ulp [T] float64.
+
+    ulp is one step of the stored fp32 logits at the larger of the two.
+    """
+
+    first: Tensor
+    second: Tensor
+    gap: Tensor
+    ulp: Tensor
+
+
+def margins(logits: Tensor, vocab: int) -> Margins:
+    """First and second token of each row among the `vocab` true ones, lowest id on a tie.
+
+    Shapes:  logits [T, V] fp32 with V >= vocab >= 2.
+    """
+    true = logits[:, :vocab].double()
+    order = torch.argsort(true, dim=1, descending=True, stable=True)  # equal logits keep ascending ids
+    first, second = order[:, 0], order[:, 1]
+    best = true.gather(1, order[:, :2])
+    top = best.abs().amax(dim=1).clamp(min=2.0**-126)
+    return Margins(first, second, best[:, 0] - best[:, 1], torch.exp2(torch.floor(torch.log2(top)) - 23))
+
+
+def margin_change(logits: Tensor, of: Margins) -> Tensor:
+    """[T] float64: change of each row's margin on another arm, its logits [T, V]; NaN if not finite."""
+    z = logits.double()
+    first, second = (z.gather(1, ids[:, None])[:, 0] for ids in (of.first, of.second))
+    return first - second - of.gap
+
+
+def robust_sigma(change: Floats) -> float:
+    """1.4826 times the median absolute deviation from the median. 0 for an empty array."""
+    if change.size == 0:
+        return 0.0
+    return float(TO_SIGMA * np.median(np.abs(change - np.median(change))))
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How much the margin changes under legal orders of sums.
+
+    sigma:     the largest robust sigma of the floor arms.
+    largest:   the largest change any floor arm showed on any of these rows. The distribution has a heavy
+               tail: where an expert or a KV block is a near tie, the last bit decides it, and with it
+               much more than the last bit.
+    mean:      the largest absolute winsorised mean of the floor arms.
+    """
+
+    sigma: float
+    largest: float
+    mean: float
+
+    @property
+    def limit(self) -> float:
+        """A flip at a margin beyond this is no noise."""
+        return max(NOISE_SIGMAS * self.sigma, self.largest)
+
+
+def noise_of(floor_changes: list[Floats]) -> Noise:
+    """Noise from the margin changes of the floor arms, one array each, over the same rows."""
+    finite = [change[np.isfinite(change)] for change in floor_changes]
+    return Noise(
+        sigma=max((robust_sigma(change) for change in finite), default=0.0),
+        largest=max((float(np.abs(change).max()) for change in finite if change.size), default=0.0),
+        mean=max((abs(shift(change).mean) for change in finite if change.size), default=0.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A mean change of the margin and its standard error."""
+
+    mean: float
+    error: float
+
+    @property
+    def sigmas(self) -> float:
+        """Mean over its standard error; infinite for a mean without spread."""
+        if self.mean == 0.0:
+            return 0.0
+        return abs(self.mean) / self.error if self.error > 0 else math.inf
+
+
+def shift(change: Floats) -> Shift:
+    """Mean of the change after winsorising 5 % at each end.
+
+    The ends are pulled in because a few rows behind a near tie (see `Noise.largest`) would otherwise make
+    the mean's own error larger than any bias worth finding. Source for the error: Tukey and
+    McLaughlin 1963, Sankhya A 25, 331-352, the winsorised variance over (1 - 2 x 0.05)^2 n.
+    """
+    if change.size < 2:
+        return Shift(float(change.sum()), math.inf)
+    low, high = np.quantile(change, [0.05, 0.95])
+    pulled = np.clip(change, low, high)
+    return Shift(float(pulled.mean()), float(pulled.std(ddof=1) / (0.9 * math.sqrt(change.size))))
+
+
+def classify(gap: float, ulp: float, new_is_second: bool, noise: Noise) -> FlipClass:
+    """What kind of flip it is.
+
+    T0: an exact tie in the stored logits, so the tie rule decided. T1: a gap within one ulp of them.
+    T2: a gap within the measured noise, and the new token is the reference's second. T3: a real error.
+    """
+    if gap == 0.0:
+        return "T0"
+    if gap <= ulp:
+        return "T1"
+    return "T2" if gap <= noise.limit and new_is_second else "T3"
+
+
+def expected_flips(gap: Floats, sigma: float) -> float:
+    """Flips that normal noise of this sigma would cause: the sum over rows of Phi(-g / sigma)."""
+    if sigma <= 0.0:
+        return 0.0
+    return float(stats.norm.sf(gap / sigma).sum())

@@ -1,0 +1,78 @@
+"""Flip classes, noise and bias of the margin."""
+
+import numpy as np
+import pytest
+import torch
+
+from audit.margins import (
+    Noise,
+    classify,
+    expected_flips,
+    margin_change,
+    margins,
+    noise_of,
+    robust_sigma,
+    shift,
+)
+
+NOISE = Noise(sigma=0.05, largest=0.3, mean=0.001)
+ULP = 2.0**-20
+
+
+@pytest.mark.parametrize(
+    ("gap", "second", "want"),
+    [
+        (0.0, False, "T0"),
+        (ULP, False, "T1"),
+        (2 * ULP, True, "T2"),
+        (0.3, True, "T2"),
+        (0.3001, True, "T3"),
+        (0.1, False, "T3"),  # a third token overtook both: noise of one margin does not explain that
+    ],
+)
+def test_classes(gap, second, want) -> None:
+    assert classify(gap, ULP, second, NOISE) == want
+
+
+def test_the_limit_is_four_sigma_or_the_largest_seen() -> None:
+    assert NOISE.limit == 0.3
+    assert Noise(sigma=0.1, largest=0.3, mean=0.0).limit == pytest.approx(0.4)
+
+
+def test_margins_take_the_lowest_id_on_a_tie_and_no_padded_column() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 99.0], [0.0, -1.0, 16.5, 99.0]])
+    found = margins(logits, vocab=3)
+    assert found.first.tolist() == [1, 2]
+    assert found.second.tolist() == [2, 0]
+    assert found.gap.tolist() == [0.0, 16.5]
+    assert found.ulp[1].item() == 2.0**-19  # fp32 at 16.5
+
+
+def test_change_follows_the_reference_pair() -> None:
+    reference = torch.tensor([[1.0, 3.0, 2.5]])
+    other = torch.tensor([[9.0, 3.0, 2.75]])
+    assert margin_change(other, margins(reference, 3)).item() == pytest.approx(-0.25)
+    assert margin_change(torch.full((1, 3), float("nan")), margins(reference, 3)).isnan().all()
+
+
+def test_sigma_ignores_a_wild_row() -> None:
+    change = np.random.default_rng(0).normal(0, 0.05, 10_000)
+    change[0] = 1e6
+    assert robust_sigma(change) == pytest.approx(0.05, rel=0.05)
+    assert noise_of([change, change * 2]).sigma == pytest.approx(0.1, rel=0.05)
+    assert noise_of([]).limit == 0.0
+
+
+def test_a_small_bias_shows_where_no_row_flips() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.05, 448)
+    assert shift(noise).sigmas < 4
+    assert shift(noise + 0.02).sigmas > 4
+    assert shift(np.full(10, 0.5)).sigmas == float("inf")
+    assert shift(np.zeros(10)).sigmas == 0.0
+
+
+def test_expected_flips_follow_the_normal_law() -> None:
+    assert expected_flips(np.zeros(10), 0.1) == pytest.approx(5.0)
+    assert expected_flips(np.array([0.1]), 0.1) == pytest.approx(0.158655, rel=1e-4)
+    assert expected_flips(np.zeros(10), 0.0) == 0.0
