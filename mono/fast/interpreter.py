@@ -3,23 +3,23 @@
     with interpret(races=True, poison=True, order="reverse"):
         kernel[grid](cpu_tensor, ..., BLOCK=128, num_warps=4)
 
-Triton's own interpreter truncates fp32 -> bf16, multiplies bf16 bit patterns in `tl.dot` and loses carries in fp8
-casts. This one keeps its language layer and replaces what computes:
+Triton's own interpreter truncates fp32 -> bf16, multiplies bf16 bit patterns in `tl.dot` and loses carries in
+fp8 casts. This one keeps its language layer and replaces what computes:
 
-Rounding:  casts to bf16, fp16 and fp8 round to nearest even; fp8 saturates at its largest finite value; NaN stays
-           NaN. bf16 and fp8 arithmetic rounds each exact result; `tl.dot` has exact products and fp32 sums.
+Rounding:  casts to bf16, fp16 and fp8 round to nearest even; fp8 saturates at its largest finite value; NaN
+           stays NaN. bf16 and fp8 arithmetic rounds each exact result; `tl.dot` sums exact products in fp32.
 Memory:    every access must fall inside a tensor argument, on a multiple of its element size.
 Programs:  run one after another in any order; with `races`, sharing memory without an atomic is an error.
 Arguments: a float is fp32, as in a launch.
 Speed:     some 10-20 us for each `tl` operation whatever the tile, and 1-10 ns for each element.
 
-Only a compiler or a GPU shows the rest: whether Triton accepts the code, registers and shared memory, the order of sums
-inside a tile, approximate `exp` and `/`, tf32 in fp32 dots. Not interpreted: `libdevice`, bf16 atomics, and inline
-assembly that has no emulation in `ASM`.
+Only a compiler or a GPU shows the rest: whether Triton accepts the code, registers and shared memory, the
+order of sums inside a tile, approximate `exp` and `/`, tf32 in fp32 dots. Not interpreted: `libdevice`, bf16
+atomics, and inline assembly that has no emulation in `ASM`.
 
-Triton is patched while an `interpret()` block is open and put back after it, so a process can both interpret and
-compile; open it in one thread at a time. Tested with Triton 3.6 to 3.9; on a version that lacks a private name used
-here, the import fails and says which.
+Triton is patched while an `interpret()` block is open and put back after it, so a process can both interpret
+and compile; open it in one thread at a time. Tested with Triton 3.6.0 and 3.7.1; on a version that lacks a
+private name used here, the import fails and says which.
 """
 
 import ast
@@ -39,11 +39,12 @@ from triton.runtime import autotuner, jit
 from triton.runtime import interpreter as stock
 
 _NEEDED = {
-    stock: "InterpreterBuilder InterpreterOptions TensorHandle FunctionRewriter interpreter_builder _interpreter _ir "
-    "interpreter_semantic _LangPatchScope _patch_lang_core _patch_lang_tensor _implicit_cvt _get_np_dtype",
-    stock.InterpreterBuilder: "cast_impl create_fp_to_fp binary_op unary_op create_dot create_load create_store "
-    "create_masked_load create_masked_store create_atomic_rmw create_barrier create_inline_asm create_addptr "
-    "create_clampf create_maxnumf create_minnumf create_fma set_grid_dim",
+    stock: "InterpreterBuilder InterpreterOptions TensorHandle FunctionRewriter _interpreter _ir "
+    "interpreter_builder interpreter_semantic _LangPatchScope _patch_lang_core _patch_lang_tensor "
+    "_implicit_cvt _get_np_dtype",
+    stock.InterpreterBuilder: "cast_impl create_fp_to_fp binary_op unary_op create_dot create_load "
+    "create_store create_masked_load create_masked_store create_atomic_rmw create_barrier create_inline_asm "
+    "create_addptr create_clampf create_maxnumf create_minnumf create_fma set_grid_dim",
     TritonSemantic: "cast binary_op_type_checking_impl dot_scaled to_tensor",
     tl.core: "tensor block_type tuple is_builtin tensor_descriptor_base",
     jit.JITFunction: "run __call__",
@@ -54,7 +55,7 @@ for _owner, _names in _NEEDED.items():
         if not hasattr(_owner, _name):
             raise ImportError(
                 f"mono.fast.interpreter: Triton {triton.__version__} has no {_owner.__name__}.{_name}; "
-                "tested with Triton 3.6 to 3.9"
+                "tested with Triton 3.6.0 and 3.7.1"
             )
 
 from mono.fast.interpreting.formats import np_dtype  # noqa: E402  # after the check, whose message is clearer
@@ -82,7 +83,7 @@ class _Rewriter(stock.FunctionRewriter):  # type: ignore[misc]  # Triton ships n
     """Turns the numbers that a kernel assigns into Triton scalars; leaves the kernel's module as it is."""
 
     def _compile_and_exec(self, tree: ast.Module) -> Any:
-        # the function becomes a closure over the names that Triton's transformer inserts and its own free variables
+        # a closure over the names that Triton's transformer inserts and the function's own free variables
         given = {"interpreter_semantic": SEMANTIC, **inspect.getclosurevars(self.fn).nonlocals}
         if hasattr(stock, "_InterpreterComparison"):
             given["_InterpreterComparison"] = stock._InterpreterComparison
@@ -261,7 +262,7 @@ def interpret(
     """Interpret every kernel launched inside the block, on CPU tensors. Warmups compile as usual.
 
     check:   raise KernelMemoryError on an access outside the tensor arguments and `extra`, or misaligned.
-    races:   also when programs share memory without an atomic, or one reads its own store back without a barrier.
+    races:   also when programs share memory without an atomic, or one reads back its store without a barrier.
     poison:  lanes that a mask switches off in a load without `other` hold NaN (floats) or 0x55 (integers).
     order:   of the programs: None is ascending, "reverse", or a seed to shuffle by.
     extra:   tensors that kernels reach through addresses stored in memory.
@@ -283,8 +284,8 @@ def interpret(
 def launch_context(tensor_device: torch.device) -> contextlib.AbstractContextManager[None]:
     """How a fast arm launches on this device: interpreted on the CPU, as usual elsewhere.
 
-    Inside an open `interpret()` it costs nothing and keeps its settings. Wrapped around its launches, it lets a host
-    function run on CPU tensors through the very kernels that a GPU runs.
+    Inside an open `interpret()` it costs nothing and keeps its settings. A host function wraps its launches
+    in it, and so runs on CPU tensors through the very kernels that a GPU runs.
     """
     if tensor_device.type != "cpu" or _settings is not None:
         return contextlib.nullcontext()

@@ -77,7 +77,7 @@ def decode(x: Array, ty: Any) -> Array:
         return x
     if name == "bf16":
         return np.left_shift(x, np.uint32(16), dtype=np.uint32).view(np.float32)
-    return np.asarray(_fp8_values(name)[x])
+    return _fp8_values(name).take(x)
 
 
 def encode(x: Array, ty: Any, toward_zero: bool = False) -> Array:
@@ -96,7 +96,8 @@ def encode(x: Array, ty: Any, toward_zero: bool = False) -> Array:
     # bf16 has at least three bits more than any fp8 type, so its last bit can stand for all below it
     u = np.asarray(x, np.float32).view(np.uint32)
     sticky = (u & np.uint32(0xFFFF)) != 0
-    return np.asarray(_fp8_codes(name)[(u >> np.uint32(16)) | sticky])
+    codes: Array = _fp8_codes(name).take((u >> np.uint32(16)) | sticky)
+    return codes
 
 
 def convert(x: Array, src: Any, dst: Any, toward_zero: bool = False) -> Array:

@@ -10,7 +10,7 @@ from mono.fast.interpreting.formats import Array
 
 
 class KernelMemoryError(AssertionError):
-    """A kernel touched memory outside its arguments, misaligned, or shared between programs without an atomic."""
+    """A kernel's access was out of bounds, misaligned, or in a race with another program."""
 
 
 def _extent(t: torch.Tensor) -> tuple[int, int]:
@@ -20,11 +20,11 @@ def _extent(t: torch.Tensor) -> tuple[int, int]:
 
 
 class Memory:
-    """The bytes that a launch may touch, in spans: each tensor from its first to its last element, merged where they
-    overlap; with `races`, also which program wrote or read each byte.
+    """The bytes that a launch may touch, in spans: each tensor from its first to its last element, merged
+    where they overlap; with `races`, also which program wrote or read each byte.
 
-    epoch:     grows at each program and barrier: a program may read back what it stored in an earlier epoch.
-    acquired:  the running program has synchronised by an atomic: it may read and overwrite what others stored.
+    epoch:     grows at each program and barrier: what was stored in an earlier epoch may be read back.
+    acquired:  the running program has synchronised by an atomic, and may touch what others stored.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], races: bool) -> None:
@@ -53,12 +53,12 @@ class Memory:
         if found is None:
             start, end = int(self._starts[span]), int(self._ends[span])
             size = (end - start) // dtype.itemsize * dtype.itemsize
-            found = np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype)
+            found = np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(start)), dtype)
             self._views[span, dtype] = found
         return found
 
     def locate(self, address: Array, size: int, kind: str) -> tuple[int, Array]:
-        """(span, element indices within it) of int64 addresses of elements of `size` bytes; span -1 if several.
+        """(span, element indices in it) of int64 addresses of elements of `size` bytes; span -1 if several.
 
         Raises KernelMemoryError on an access out of bounds or misaligned. `kind` is load, store or atomic.
         """
@@ -74,7 +74,9 @@ class Memory:
         if span < 0:
             return -1, address
         offset = address - self._starts[span]
-        return span, offset >> (size.bit_length() - 1) if size > 1 else offset
+        if size > 1:
+            offset >>= size.bit_length() - 1
+        return span, offset
 
     def _check_each(self, address: Array, size: int, kind: str) -> None:
         if not len(self._starts):
@@ -114,6 +116,6 @@ class Memory:
                     )
                 if ((writer == me) & (when[offset] == self.epoch)).any():
                     raise KernelMemoryError(
-                        f"race: program {me - 1} reads back its own store with no tl.debug_barrier() in between"
+                        f"race: program {me - 1} reads back its own store without a tl.debug_barrier()"
                     )
                 read[offset] = np.where((reader == 0) | (reader == me), me, -1)

@@ -120,14 +120,11 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]  # Triton ships n
         out = a * b + c
         return Handle(encode(out.astype(np.float32) if ty.name in SMALL else out, ty), ty)
 
-    def create_dot(
-        self, a: Handle, b: Handle, acc: Handle, input_precision: Any, max_num_imprecise: Any
-    ) -> Handle:
-        ta, tb = a.dtype.scalar, b.dtype.scalar
-        if not ta.is_floating() or acc.data.dtype != np.float32:
-            return super().create_dot(a, b, acc, input_precision, max_num_imprecise)
-        left, right = (np.asarray(decode(h.data, t), np.float32) for h, t in ((a, ta), (b, tb)))
-        return Handle(np.matmul(left, right) + acc.data, acc.dtype.scalar)
+    def create_dot(self, a: Handle, b: Handle, acc: Handle, *precision: Any) -> Handle:
+        ty = acc.dtype.scalar
+        wide = np.float32 if ty.is_fp16() else acc.data.dtype
+        left, right = (decode(h.data, h.dtype.scalar).astype(wide, copy=False) for h in (a, b))
+        return Handle((np.matmul(left, right) + acc.data).astype(acc.data.dtype, copy=False), ty)
 
     def create_dot_scaled(
         self,
@@ -162,9 +159,12 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]  # Triton ships n
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)  # int1 takes a byte
-        by = offset.data
-        by = by.view(np.int64) * size if by.dtype == np.uint64 else np.multiply(by, size, dtype=np.int64)
-        return Handle((ptr.data.view(np.int64) + by).view(np.uint64), ptr.dtype)
+        by = offset.data.view(np.int64) if offset.data.dtype == np.uint64 else offset.data
+        address, by = ptr.data.view(np.int64), np.multiply(by, size, dtype=np.int64)
+        if address.size == 1 or address.shape == by.shape:  # in place: the arrays can be large
+            by += address if address.size > 1 else address.item()
+            return Handle(by.view(np.uint64), ptr.dtype)
+        return Handle((address + by).view(np.uint64), ptr.dtype)
 
     def create_load(self, ptr: Handle, *rest: Any) -> Handle:
         return self._load(ptr, None, None)
@@ -222,9 +222,7 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]  # Triton ships n
         written = np.broadcast_to(written, address.shape).astype(dtype, copy=False)
         stock._interpreter.store(address.view(np.uint64), written, np.ones(address.shape, bool))
 
-    def create_atomic_rmw(
-        self, op: Any, ptr: Handle, value: Handle, mask: Any, sem: Any, scope: Any
-    ) -> Handle:
+    def create_atomic_rmw(self, op: Any, ptr: Handle, value: Handle, mask: Any, sem: Any, scope: Any) -> Any:
         if self.memory is not None:
             on = _partial(mask, ptr.data.shape)
             address = ptr.data.view(np.int64)
@@ -287,7 +285,8 @@ class Semantic(TritonSemantic):  # type: ignore[misc]  # Triton ships no types
 def _same_type(lhs: Any, rhs: Any, allow_lhs_ptr: bool) -> tuple[Any, Any] | None:
     """Operands of one type as they are, retyped to the common shape; None where Triton's rules must decide.
 
-    The arrays stay in their own shapes: every caller hands both to one elementwise numpy operation, which broadcasts.
+    The arrays keep their own shapes: every caller hands both to one elementwise numpy operation, which
+    broadcasts them.
     """
     tensor = tl.core.tensor
     if not isinstance(lhs, tensor):
@@ -303,9 +302,10 @@ def _same_type(lhs: Any, rhs: Any, allow_lhs_ptr: bool) -> tuple[Any, Any] | Non
             return lhs, tensor(Handle(np.array([rhs], np_dtype(ty)), ty), lhs.type)
         return None
     other = rhs.type.scalar
-    if name not in _ARITHMETIC or other.name != name:
-        if not (allow_lhs_ptr and ty.is_ptr() and other.name in ("int32", "int64")):
-            return None
+    alike = name in _ARITHMETIC and other.name == name
+    offset = allow_lhs_ptr and ty.is_ptr() and other.name in ("int32", "int64")
+    if not alike and not offset:
+        return None
     left, right = lhs.type, rhs.type
     if not right.is_block():
         return lhs, rhs if right is left else tensor(

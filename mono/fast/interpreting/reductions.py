@@ -38,7 +38,7 @@ def _results(out: list[Array], tys: list[Any], input: Any) -> Any:
 
 
 def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **kw: Any) -> Any:
-    """`tl.reduce`: numpy for Triton's own sums and extrema, a tree of whole-tile combines for any other function."""
+    """`tl.reduce`: numpy for Triton's own sums and extrema, a tree of whole-tile combines for the rest."""
     inputs = tuple(input) if isinstance(input, (tuple, tl.core.tuple)) else (input,)
     axis, keep_dims = getattr(axis, "value", axis), bool(getattr(keep_dims, "value", keep_dims))
     tys = [x.dtype for x in inputs]
@@ -81,7 +81,7 @@ def _combine(combine_fn: Any, left: list[Any], right: list[Any]) -> list[Array]:
 
 
 def associative_scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **kw: Any) -> Any:
-    """`tl.associative_scan`: numpy for Triton's own sums and products, one combine a step for any other function."""
+    """`tl.associative_scan`: numpy for Triton's own sums and products, one combine a step for the rest."""
     inputs = tuple(input) if isinstance(input, (tuple, tl.core.tuple)) else (input,)
     axis, reverse = getattr(axis, "value", axis), bool(getattr(reverse, "value", reverse))
     tys = [x.dtype for x in inputs]

@@ -1,11 +1,14 @@
 """Numeric helpers that every kernel shares: rounding, small formats, exact powers of two.
 
-Each is a `@triton.jit` function that inlines into its caller. Plain and fused kernels call the same ones, so a test of
-one is a test of both. They take and return registers and touch no memory: formats are decoded by bit arithmetic.
+Each is a `@triton.jit` function that inlines into its caller. Plain and fused kernels call the same ones, so
+a test of one is a test of both. They touch no memory: formats are decoded by bit arithmetic.
 
-Widening needs no helper: `.to(tl.float32)`, `.to(tl.bfloat16)` and `.to(tl.float16)` of an e4m3 value are exact, for
-all 256 codes, on every target. An e4m3 buffer that was passed as bytes is read with `.to(tl.float8e4nv, bitcast=True)`.
+Widening needs no helper: `.to(tl.float32)`, `.to(tl.bfloat16)` and `.to(tl.float16)` of an e4m3 value are
+exact. An e4m3 buffer that came as bytes is read with `.to(tl.float8e4nv, bitcast=True)`.
 """
+
+# mypy: disable-error-code="no-untyped-def"
+# device functions take Triton's tensors, which have no static types
 
 import triton
 import triton.language as tl
@@ -21,7 +24,7 @@ def to_bf16(x):
 
 @triton.jit
 def true_div(a, b):
-    """`a / b` in fp32, rounded to nearest even. Plain `/` is an approximation on NVIDIA, off by up to 2 ulp."""
+    """`a / b` in fp32, rounded to nearest even. Plain `/` is an approximation on NVIDIA, up to 2 ulp off."""
     return tl.div_rn(a, b)
 
 
@@ -29,8 +32,8 @@ def true_div(a, b):
 def quantise_e4m3(x):
     """fp32 -> e4m3, round to nearest even, saturating at +-448. NaN stays NaN.
 
-    The clamp is explicit because targets differ above 464, and passes NaN on because a plain `tl.clamp` would turn
-    it into a finite value on NVIDIA.
+    The clamp is explicit because targets differ above 464, and passes NaN on because a plain `tl.clamp` turns
+    it into a finite value.
     """
     return tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
@@ -70,14 +73,12 @@ def mxfp8_scale(amax):
 
         code = ceil(log2(amax / 448)) + 127, clamped to [1, 254]
 
-    Exact, from the bits: 448 is 1.75 * 2^8, so the ceiling steps where the significand passes 1.75. 448 -> 127,
-    449 -> 128, 1.0 -> 119, 0 -> 1. Infinity and NaN give 254. The block is then
+    Exact, from the bits: 448 is 1.75 * 2^8, so the ceiling steps where the significand passes 1.75.
+    448 -> 127, 449 -> 128, 1.0 -> 119, 0 -> 1. Infinity and NaN give 254. The block is then
     `quantise_e4m3(x * decode_e8m0(254 - code))`, since 2^(127 - code) is the scale of code 254 - code.
     """
     bits = amax.to(tl.int32, bitcast=True)
-    code = (
-        (bits + 0x1FFFFF) >> 23
-    ) - 8  # carries into the exponent when the fraction exceeds 0x600000, i.e. 1.75
+    code = ((bits + 0x1FFFFF) >> 23) - 8  # carries when the fraction exceeds 0x600000, 1.75
     code = tl.where(bits >= 0x7F800000, 254, tl.maximum(code, 1))
     return code.to(tl.uint8)
 
@@ -106,10 +107,12 @@ def unpack_e2m1_high(byte):
 
 @triton.jit
 def swiglu_oai(gate, up, alpha, beta, limit):
-    """Clamped SwiGLU in fp32: `g * sigmoid(alpha * g) * (u + beta)`, g = min(gate, limit), u = clamp(up, -limit, limit).
+    """Clamped SwiGLU in fp32.
 
-    NaN passes through, as in the reference. The sigmoid's exponential and division are the hardware's approximations,
-    a few ulp of fp32 from exact; every use rounds the result to bf16 or further.
+        g * sigmoid(alpha * g) * (u + beta),    g = min(gate, limit),  u = clamp(up, -limit, limit)
+
+    NaN passes through. The sigmoid's exponential and division are the hardware's approximations, a few ulp of
+    fp32 from exact.
     """
     g = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     u = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
