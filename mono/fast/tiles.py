@@ -28,6 +28,70 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "interpreter": {"BLOCK_T": 16, "BLOCK_N": 512, "BLOCK_K": 1024, "num_warps": 4},
         "gpu": {"BLOCK_T": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4},
     },
+    "bf16_linear": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_N": 512, "BLOCK_K": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+    },
+    "swiglu_ptpc": {
+        "interpreter": {"BLOCK_T": 16, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "num_warps": 8},
+    },
+    "router_logits": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_E": 128, "BLOCK_K": 1024, "STEPS": 8, "num_warps": 4},
+        "gpu": {"BLOCK_T": 16, "BLOCK_E": 32, "BLOCK_K": 64, "STEPS": 3, "num_warps": 4, "num_stages": 2},
+    },
+    "choose": {
+        "interpreter": {"BLOCK_T": 16, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "num_warps": 4},
+    },
+    "gate_up": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_F": 512, "BLOCK_K": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_T": 16, "BLOCK_F": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+    },
+    "down": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_N": 512, "BLOCK_K": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+    },
+    "combine": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_H": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "BLOCK_H": 1024, "num_warps": 4},
+    },
+    "embed": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_H": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "BLOCK_H": 2048, "num_warps": 4},
+    },
+    "tile_top1": {
+        "interpreter": {"BLOCK_T": 16, "BLOCK_V": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "BLOCK_V": 4096, "num_warps": 8},
+    },
+    "best_tile": {
+        "interpreter": {"BLOCK_T": 16, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "num_warps": 1},
+    },
+    "norm_rope": {  # BLOCK_H is every head of a row where it is not named
+        "interpreter": {"BLOCK_T": 16, "num_warps": 4},
+        "gpu": {"BLOCK_T": 1, "BLOCK_H": 1, "num_warps": 1},
+    },
+    "block_scores": {  # KEYS a program, all queries of a request against them
+        "interpreter": {"KEYS": 1024, "BLOCK_C": 64, "num_warps": 4},
+        "gpu": {"KEYS": 128, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
+    },
+    "select_blocks": {  # a row of at most NARROW blocks takes a short way
+        "interpreter": {"BLOCK_R": 64, "NARROW": 64, "num_warps": 4},
+        "gpu": {"BLOCK_R": 1, "NARROW": 1024, "num_warps": 4},
+    },
+    "sparse_attention": {  # BLOCK_P pairs of a row and a KV head a program; its picked blocks in SPLITS parts
+        "interpreter": {"BLOCK_P": 32, "SPLITS": 1, "num_warps": 4},
+        "gpu": {"BLOCK_P": 1, "SPLITS": 16, "num_warps": 4, "num_stages": 1},
+    },
+    "dense_attention": {  # BLOCK_P pairs of request and KV head, BLOCK_C queries, every SPLITS-th KEYS
+        "interpreter": {"BLOCK_P": 8, "BLOCK_C": 64, "KEYS": 512, "SPLITS": 1, "num_warps": 4},
+        "gpu": {"BLOCK_P": 1, "BLOCK_C": 64, "KEYS": 64, "SPLITS": 32, "num_warps": 4, "num_stages": 2},
+    },
+    "merge_splits": {
+        "interpreter": {"BLOCK_R": 128, "num_warps": 4},
+        "gpu": {"BLOCK_R": 1, "num_warps": 4},
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""PTPC FP8: the row quantiser of activations, and the linear layer over quantised rows."""
+"""Linear layers over PTPC FP8 and bf16 matrices, and the row quantiser of PTPC FP8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from mono.fast.launch import launch
 from mono.fast.ops.device import e4m3_scale, quantise_e4m3, to_bf16, true_div
 from mono.fast.tiles import fitted, tile
-from mono.formats import PtpcFp8
+from mono.formats import Bf16, PtpcFp8
 
 
 @triton.jit
@@ -162,6 +162,72 @@ def ptpc_linear(x8: Tensor, scale: Tensor, matrix: PtpcFp8) -> Tensor:
         x8.stride(0),
         matrix.values.stride(0),
         matrix.scale.stride(0),
+        T,
+        N,
+        K,
+        **settings,
+    )
+    return y
+
+
+@triton.jit
+def _bf16_linear_kernel(
+    x_ptr,  # [T, K] bf16, rows x_stride elements apart
+    w_ptr,  # [N, K] bf16, rows w_stride elements apart
+    y_ptr,  # [T, N] fp32, out
+    x_stride,
+    w_stride,
+    T,
+    N,
+    K,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y^T = W x^T, as in the PTPC kernel."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    w_row = w_ptr + n[:, None] * w_stride
+    x_row = x_ptr + t[None, :] * x_stride
+
+    sums = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at = start + k
+        w = tl.load(w_row + at[None, :], mask=(n < N)[:, None] & (at < K)[None, :], other=0.0)
+        x = tl.load(x_row + at[:, None], mask=(t < T)[None, :] & (at < K)[:, None], other=0.0)
+        sums = tl.dot(w, x, sums)
+
+    tl.store(y_ptr + t[None, :] * N + n[:, None], sums, mask=(n < N)[:, None] & (t < T)[None, :])
+
+
+def bf16_linear(x: Tensor, matrix: Bf16) -> Tensor:
+    """Fast arm of `mono.reference.ops.linear.linear` for a bf16 matrix.
+
+    Shapes:    x [T, K] bf16, matrix [N, K]. Returns [T, N] fp32, not rounded.
+    Rounding:  exact products, fp32 sums.
+    Launch:    a program to BLOCK_N outputs of BLOCK_T tokens.
+    Agrees:    only the order of the sum differs.
+    Errors:    ValueError, naming the argument, for another dtype or shape, or columns that are not adjacent.
+    """
+    N, K = matrix.shape
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != K:
+        raise ValueError(f"bf16_linear: x is {x.dtype} {list(x.shape)}, expected bf16 [T, {K}]")
+    for name, tensor in (("x", x), ("matrix", matrix.values)):
+        if tensor.stride(1) != 1:
+            raise ValueError(f"bf16_linear: {name} has stride {tensor.stride(1)} along K, the kernel reads 1")
+    T = x.shape[0]
+    y = torch.empty((T, N), dtype=torch.float32, device=x.device)
+    settings = fitted(tile("bf16_linear", x.device), BLOCK_N=N, BLOCK_K=K)
+    launch(
+        _bf16_linear_kernel,
+        (triton.cdiv(N, settings["BLOCK_N"]), triton.cdiv(T, settings["BLOCK_T"])),
+        x.device,
+        x,
+        matrix.values,
+        y,
+        x.stride(0),
+        matrix.values.stride(0),
         T,
         N,
         K,

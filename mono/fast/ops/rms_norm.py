@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mono.fast.launch import launch
 from mono.fast.ops.device import to_bf16
+from mono.fast.ops.experts import round_mxfp8
 from mono.fast.ops.linear import quantise_row
 from mono.fast.tiles import tile
 
@@ -19,17 +20,19 @@ def _absorb_norm_kernel(
     partial_ptr,  # [T, H] bf16, rows partial_stride elements apart; not read unless HAS_PARTIAL
     weight_ptr,  # [H] bf16
     total_ptr,  # [T, H] bf16, out: the sum, rounded once
-    x_ptr,  # [T, H], out: the norm of the unrounded sum, e4m3 codes if QUANTISE, else bf16
-    scale_ptr,  # [T] fp32, out: scale of each row's codes; not written unless QUANTISE
+    x_ptr,  # [T, H], out: the norm of the unrounded sum, e4m3 codes for PTPC, else bf16
+    scale_ptr,  # [T] fp32, out: scale of each row's codes; written for PTPC alone
+    rounded_ptr,  # [T, H] bf16, out: x rounded to MXFP8 values; written for MXFP8 alone
     residual_stride,
     partial_stride,
     T,
     H,
     eps,
     HAS_PARTIAL: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    PTPC: tl.constexpr,
+    MXFP8: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,  # power of two, at least H
+    BLOCK_H: tl.constexpr,  # power of two, at least H and 32
 ):
     """BLOCK_T whole rows to a program, so a row's sum has one order whatever else is in the step."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -48,12 +51,15 @@ def _absorb_norm_kernel(
 
     out = row[:, None] * H + h
     tl.store(total_ptr + out, to_bf16(total), mask=inside)
-    if QUANTISE:
+    if PTPC:
         codes, scale = quantise_row(x)
         tl.store(x_ptr + out, codes, mask=inside)
         tl.store(scale_ptr + row, scale, mask=row < T)
     else:
         tl.store(x_ptr + out, to_bf16(x), mask=inside)
+    if MXFP8:
+        blocks = to_bf16(x).to(tl.float32).reshape(BLOCK_T, BLOCK_H // 32, 32)
+        tl.store(rounded_ptr + out, round_mxfp8(blocks, 2).reshape(BLOCK_T, BLOCK_H), mask=inside)
 
 
 def absorb_norm_ptpc(
@@ -73,7 +79,7 @@ def absorb_norm_ptpc(
     T, H = _check(residual, partial, weight)
     codes = torch.empty((T, H), dtype=torch.float8_e4m3fn, device=residual.device)
     scale = torch.empty(T, dtype=torch.float32, device=residual.device)
-    return _absorb_norm(residual, partial, weight, eps, codes, scale), codes, scale
+    return _absorb_norm(residual, partial, weight, eps, codes, scale, None), codes, scale
 
 
 def absorb_norm_bf16(
@@ -86,11 +92,35 @@ def absorb_norm_bf16(
     """
     T, H = _check(residual, partial, weight)
     x = torch.empty((T, H), dtype=torch.bfloat16, device=residual.device)
-    return _absorb_norm(residual, partial, weight, eps, x, None), x
+    return _absorb_norm(residual, partial, weight, eps, x, None, None), x
+
+
+def absorb_norm_mxfp8(
+    residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `absorb_norm_bf16`, with a second copy of the norm rounded to the values of its MXFP8 form.
+
+    Shapes:    returns the new residual, the norm, and the rounded norm, each [T, H] bf16.
+    Rounding:  the rounded norm from the bf16 norm, by `mono.formats.mxfp8.quantise`; bf16 holds it exactly.
+    Agrees:    the rounded norm exactly, given the norm.
+    Errors:    as `absorb_norm_ptpc`; also ValueError if H is no multiple of 32.
+    """
+    T, H = _check(residual, partial, weight)
+    if H % 32:
+        raise ValueError(f"absorb_norm: H is {H}, expected a multiple of the scale block, 32")
+    x = torch.empty((T, H), dtype=torch.bfloat16, device=residual.device)
+    rounded = torch.empty_like(x)
+    return _absorb_norm(residual, partial, weight, eps, x, None, rounded), x, rounded
 
 
 def _absorb_norm(
-    residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, x: Tensor, scale: Tensor | None
+    residual: Tensor,
+    partial: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    x: Tensor,
+    scale: Tensor | None,
+    rounded: Tensor | None,
 ) -> Tensor:
     T, H = residual.shape
     total = torch.empty((T, H), dtype=torch.bfloat16, device=residual.device)
@@ -105,14 +135,16 @@ def _absorb_norm(
         total,
         x,
         scale,
+        rounded,
         residual.stride(0),
         0 if partial is None else partial.stride(0),
         T,
         H,
         eps,
         HAS_PARTIAL=partial is not None,
-        QUANTISE=scale is not None,
-        BLOCK_H=triton.next_power_of_2(H),
+        PTPC=scale is not None,
+        MXFP8=rounded is not None,
+        BLOCK_H=max(32, triton.next_power_of_2(H)),
         **settings,
     )
     return total

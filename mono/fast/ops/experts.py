@@ -1,0 +1,290 @@
+"""MXFP4 experts: gate and up with SwiGLU, down, and the weighted sum over a row's slots."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mono.fast.launch import launch
+from mono.fast.ops.device import (
+    decode_e8m0,
+    mxfp8_scale,
+    quantise_e4m3,
+    swiglu_oai,
+    to_bf16,
+    unpack_e2m1_high,
+    unpack_e2m1_low,
+)
+from mono.fast.ops.linear import abs_max
+from mono.fast.tiles import fitted, tile
+from mono.formats import Mxfp4
+
+
+@triton.jit
+def round_mxfp8(x, axis: tl.constexpr):
+    """fp32 x -> the values of its MXFP8 form, exact in bf16. `axis`, 32 long, lies under one scale."""
+    code = tl.expand_dims(mxfp8_scale(abs_max(x, axis)), axis)
+    codes = quantise_e4m3(x * decode_e8m0(254 - code))
+    return to_bf16(codes.to(tl.float32) * decode_e8m0(code))
+
+
+@triton.jit
+def decode_mxfp4(packed, scale):
+    """Packed codes [M, K/2] and E8M0 bytes [M, K/32] -> the values of even and of odd k, each bf16 [M, K/2].
+
+    A code has two significant bits, so its product with a power of two is exact in bf16, subnormals included.
+    """
+    M: tl.constexpr = packed.shape[0]
+    G: tl.constexpr = scale.shape[1]
+    factor = decode_e8m0(scale)[:, :, None]  # [M, G, 1]
+    even = unpack_e2m1_low(packed).to(tl.float32).reshape(M, G, 16) * factor
+    odd = unpack_e2m1_high(packed).to(tl.float32).reshape(M, G, 16) * factor
+    return to_bf16(even).reshape(M, G * 16), to_bf16(odd).reshape(M, G * 16)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,  # [T, H] bf16
+    packed_ptr,  # [table, 2 F, H/2] uint8, contiguous
+    scale_ptr,  # [table, 2 F, H/32] uint8, contiguous
+    slot_ptr,  # [table, T] int32: the slot in which a row chose an expert, or -1
+    h_ptr,  # [T, slots, F] bf16, out: written where a row chose the expert
+    x_stride,
+    T,
+    H,
+    F,
+    slots,
+    alpha,
+    beta,
+    limit,
+    ROUND: tl.constexpr,  # whether h is rounded to MXFP8 for the product that follows
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,  # a multiple of 32, so that it holds whole scale blocks of h
+    BLOCK_K: tl.constexpr,
+):
+    """One expert, BLOCK_F of its columns, BLOCK_T rows: gate rows above their up rows in one product W x^T.
+
+    Even and odd k are summed side by side, since a byte holds one of each; steps of BLOCK_K from the left.
+    """
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    expert = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slot_ptr + expert * T + t, mask=t < T, other=-1)
+    if tl.max(slot, axis=0) < 0:
+        return  # no row of the tile chose this expert
+
+    r = tl.arange(0, 2 * BLOCK_F)
+    column = tl.program_id(0) * BLOCK_F + r % BLOCK_F
+    in_f = (column < F)[:, None]
+    w_row = expert * 2 * F + (r // BLOCK_F) * F + column  # [2 BLOCK_F] int64
+    packed_row = packed_ptr + w_row[:, None] * (H // 2)
+    scale_row = scale_ptr + w_row[:, None] * (H // 32)
+    x_row = x_ptr + t[None, :] * x_stride
+    half = tl.arange(0, BLOCK_K // 2)
+    group = tl.arange(0, BLOCK_K // 32)
+
+    sums = tl.zeros((2 * BLOCK_F, BLOCK_T), dtype=tl.float32)
+    for start in range(0, H, BLOCK_K):
+        byte = start // 2 + half
+        block = start // 32 + group
+        in_k = (byte < H // 2)[:, None] & (slot >= 0)[None, :]
+        packed = tl.load(packed_row + byte[None, :], mask=in_f & (byte < H // 2)[None, :], other=0)
+        scale = tl.load(scale_row + block[None, :], mask=in_f & (block < H // 32)[None, :], other=0)
+        x_even = tl.load(x_row + 2 * byte[:, None], mask=in_k, other=0.0)
+        x_odd = tl.load(x_row + 2 * byte[:, None] + 1, mask=in_k, other=0.0)
+        w_even, w_odd = decode_mxfp4(packed, scale)
+        sums = tl.dot(w_even, x_even, sums)
+        sums = tl.dot(w_odd, x_odd, sums)
+
+    gate, up = tl.split(sums.reshape(2, BLOCK_F, BLOCK_T).permute(1, 2, 0))  # [BLOCK_F, BLOCK_T] each
+    h = to_bf16(swiglu_oai(gate, up, alpha, beta, limit))
+    if ROUND:
+        h = round_mxfp8(h.to(tl.float32).reshape(BLOCK_F // 32, 32, BLOCK_T), 1).reshape(BLOCK_F, BLOCK_T)
+
+    h_row = (t * slots + slot) * F  # [BLOCK_T] int64
+    tl.store(h_ptr + h_row[None, :] + f[:, None], h, mask=(f < F)[:, None] & (slot >= 0)[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    h_ptr,  # [T, slots, F] bf16, read where a row chose the expert
+    packed_ptr,  # [table, H, F/2] uint8, contiguous
+    scale_ptr,  # [table, H, F/32] uint8, contiguous
+    slot_ptr,  # [table, T] int32: the slot in which a row chose an expert, or -1
+    y_ptr,  # [T, slots, H] fp32, out: written where a row chose the expert
+    T,
+    H,
+    F,
+    slots,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One expert, BLOCK_N of its outputs, BLOCK_T rows: W h^T, even and odd k side by side."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slot_ptr + expert * T + t, mask=t < T, other=-1)
+    if tl.max(slot, axis=0) < 0:
+        return  # no row of the tile chose this expert
+
+    in_n = (n < H)[:, None]
+    w_row = expert * H + n  # [BLOCK_N] int64
+    packed_row = packed_ptr + w_row[:, None] * (F // 2)
+    scale_row = scale_ptr + w_row[:, None] * (F // 32)
+    pair = t * slots + slot  # [BLOCK_T] int64
+    h_row = h_ptr + pair[None, :] * F
+    half = tl.arange(0, BLOCK_K // 2)
+    group = tl.arange(0, BLOCK_K // 32)
+
+    sums = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for start in range(0, F, BLOCK_K):
+        byte = start // 2 + half
+        block = start // 32 + group
+        in_k = (byte < F // 2)[:, None] & (slot >= 0)[None, :]
+        packed = tl.load(packed_row + byte[None, :], mask=in_n & (byte < F // 2)[None, :], other=0)
+        scale = tl.load(scale_row + block[None, :], mask=in_n & (block < F // 32)[None, :], other=0)
+        h_even = tl.load(h_row + 2 * byte[:, None], mask=in_k, other=0.0)
+        h_odd = tl.load(h_row + 2 * byte[:, None] + 1, mask=in_k, other=0.0)
+        w_even, w_odd = decode_mxfp4(packed, scale)
+        sums = tl.dot(w_even, h_even, sums)
+        sums = tl.dot(w_odd, h_odd, sums)
+
+    tl.store(y_ptr + pair[None, :] * H + n[:, None], sums, mask=in_n & (slot >= 0)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr,  # [T, slots, H] fp32, read where an id is not negative
+    ids_ptr,  # [T, slots] int32, -1 throughout a padding row
+    weight_ptr,  # [T, slots] fp32
+    out_ptr,  # [T, H] bf16, out
+    T,
+    H,
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """BLOCK_T rows and BLOCK_H columns to a program; the slots are added in their order."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+
+    out = tl.zeros((BLOCK_T, BLOCK_H), dtype=tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = t * SLOTS + slot
+        live = tl.load(ids_ptr + pair, mask=t < T, other=-1) >= 0
+        weight = tl.load(weight_ptr + pair, mask=live, other=0.0)
+        inside = live[:, None] & (h < H)[None, :]
+        out += weight[:, None] * tl.load(y_ptr + pair[:, None] * H + h, mask=inside, other=0.0)
+
+    tl.store(out_ptr + t[:, None] * H + h, to_bf16(out), mask=(t < T)[:, None] & (h < H)[None, :])
+
+
+def experts(
+    x: Tensor,
+    gate_up: Mxfp4,
+    down: Mxfp4,
+    ids: Tensor,
+    slot_of: Tensor,
+    weight: Tensor,
+    alpha: float,
+    beta: float,
+    limit: float,
+    mxfp8: bool,
+) -> Tensor:
+    """The weighted sum of each row's chosen experts.
+
+        out[t] = sum_k weight[t, k] E_ids[t, k](x[t]),  E(x) = down swiglu(gate_up x)
+
+    Shapes:    x [T, H] bf16, already rounded to MXFP8 values if `mxfp8`; gate_up [table, 2 F, H] and down
+               [table, H, F] MXFP4; ids [T, slots] int32 and weight [T, slots] fp32; slot_of [table, T] int32
+               (`route` makes the three). Returns [T, H] bf16, zero in a row whose ids are -1.
+    Rounding:  both products exact in bf16 operands with fp32 sums; SwiGLU to bf16, and to MXFP8 values if
+               `mxfp8`; each expert's output stays fp32; weighted and added in slot order in fp32; to bf16.
+    Launch:    three kernels; a program to one expert, a tile of its outputs and BLOCK_T rows, which ends at
+               once where no row chose the expert. No atomics: what a (row, slot) pair holds has one writer.
+    Agrees:    only the order of the sums differs, and SwiGLU's exponential by a few ulp of fp32. A value
+               next to a rounding boundary of h may round the other way.
+    Errors:    ValueError, naming the argument, for another dtype, shape or layout.
+    """
+    (T, H), (table, slots) = x.shape, (gate_up.shape[0], ids.shape[1])
+    F = gate_up.shape[1] // 2
+    _check(x, gate_up, down, ids, slot_of, weight)
+    h = torch.empty((T, slots, F), dtype=torch.bfloat16, device=x.device)
+    y = torch.empty((T, slots, H), dtype=torch.float32, device=x.device)
+    out = torch.empty((T, H), dtype=torch.bfloat16, device=x.device)
+
+    settings = fitted(tile("gate_up", x.device), BLOCK_F=F, BLOCK_K=H)
+    launch(
+        _gate_up_kernel,
+        (triton.cdiv(F, settings["BLOCK_F"]), table, triton.cdiv(T, settings["BLOCK_T"])),
+        x.device,
+        x,
+        gate_up.packed,
+        gate_up.scale,
+        slot_of,
+        h,
+        x.stride(0),
+        T,
+        H,
+        F,
+        slots,
+        alpha,
+        beta,
+        limit,
+        ROUND=mxfp8,
+        **settings,
+    )
+    settings = fitted(tile("down", x.device), BLOCK_N=H, BLOCK_K=F)
+    launch(
+        _down_kernel,
+        (triton.cdiv(H, settings["BLOCK_N"]), table, triton.cdiv(T, settings["BLOCK_T"])),
+        x.device,
+        h,
+        down.packed,
+        down.scale,
+        slot_of,
+        y,
+        T,
+        H,
+        F,
+        slots,
+        **settings,
+    )
+    settings = fitted(tile("combine", x.device), BLOCK_H=H)
+    launch(
+        _combine_kernel,
+        (triton.cdiv(T, settings["BLOCK_T"]), triton.cdiv(H, settings["BLOCK_H"])),
+        x.device,
+        y,
+        ids,
+        weight,
+        out,
+        T,
+        H,
+        SLOTS=slots,
+        **settings,
+    )
+    return out
+
+
+def _check(x: Tensor, gate_up: Mxfp4, down: Mxfp4, ids: Tensor, slot_of: Tensor, weight: Tensor) -> None:
+    (T, H), (table, F2, _), slots = x.shape, gate_up.shape, ids.shape[1]
+    for name, tensor, dtype, shape in (
+        ("gate_up.packed", gate_up.packed, torch.uint8, (table, F2, H // 2)),
+        ("gate_up.scale", gate_up.scale, torch.uint8, (table, F2, H // 32)),
+        ("down.packed", down.packed, torch.uint8, (table, H, F2 // 4)),
+        ("down.scale", down.scale, torch.uint8, (table, H, F2 // 64)),
+        ("ids", ids, torch.int32, (T, slots)),
+        ("slot_of", slot_of, torch.int32, (table, T)),
+        ("weight", weight, torch.float32, (T, slots)),
+    ):
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"experts: {name} is {tensor.dtype} {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}, expected contiguous {dtype} {list(shape)}"
+            )
+    if x.dtype != torch.bfloat16 or x.stride(1) != 1:
+        raise ValueError(f"experts: x is {x.dtype} with stride {x.stride(1)} along H, expected bf16 with 1")
