@@ -45,12 +45,12 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "gpu": {"BLOCK_T": 1, "num_warps": 4},
     },
     "gate_up": {
-        "interpreter": {"BLOCK_T": 16, "BLOCK_F": 512, "BLOCK_K": 1024, "num_warps": 4},
-        "gpu": {"BLOCK_T": 16, "BLOCK_F": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+        "interpreter": {"BLOCK_T": 16, "BLOCK_E": 8, "BLOCK_F": 128, "BLOCK_K": 512, "num_warps": 4},
+        "gpu": {"BLOCK_T": 16, "BLOCK_E": 1, "BLOCK_F": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
     },
     "down": {
-        "interpreter": {"BLOCK_T": 16, "BLOCK_N": 512, "BLOCK_K": 1024, "num_warps": 4},
-        "gpu": {"BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+        "interpreter": {"BLOCK_T": 16, "BLOCK_E": 8, "BLOCK_N": 256, "BLOCK_K": 256, "num_warps": 4},
+        "gpu": {"BLOCK_T": 16, "BLOCK_E": 1, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
     },
     "combine": {
         "interpreter": {"BLOCK_T": 16, "BLOCK_H": 1024, "num_warps": 4},

@@ -14,8 +14,6 @@ from mono.fast.ops.device import (
     quantise_e4m3,
     swiglu_oai,
     to_bf16,
-    unpack_e2m1_high,
-    unpack_e2m1_low,
 )
 from mono.fast.ops.linear import abs_max
 from mono.fast.tiles import fitted, tile
@@ -35,23 +33,31 @@ def decode_mxfp4(packed, scale):
     """Packed codes [M, K/2] and E8M0 bytes [M, K/32] -> the values of even and of odd k, each bf16 [M, K/2].
 
     A code has two significant bits, so its product with a power of two is exact in bf16, subnormals included.
+    Both nibbles of a byte move at once: `s ee m` at bits 15 and 8..6 is, read as bf16, the code's value times
+    2^-126, 0 and 0.5 included, and a bf16 in the upper half of a word is the same number in fp32.
     """
     M: tl.constexpr = packed.shape[0]
     G: tl.constexpr = scale.shape[1]
+    byte = packed.to(tl.int32)
+    word = byte | (byte << 12)  # even k at bits 0..3, odd k at bits 16..19
+    word = ((word & 0x00070007) << 6) | ((word & 0x00080008) << 12)
+    even = (word << 16).to(tl.float32, bitcast=True)
+    odd = (word & -0x10000).to(tl.float32, bitcast=True)
     factor = decode_e8m0(scale)[:, :, None]  # [M, G, 1]
-    even = unpack_e2m1_low(packed).to(tl.float32).reshape(M, G, 16) * factor
-    odd = unpack_e2m1_high(packed).to(tl.float32).reshape(M, G, 16) * factor
+    even = (even * 2.0**126).reshape(M, G, 16) * factor
+    odd = (odd * 2.0**126).reshape(M, G, 16) * factor
     return to_bf16(even).reshape(M, G * 16), to_bf16(odd).reshape(M, G * 16)
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,  # [T, H] bf16
+    x_ptr,  # [T, H] bf16, rows x_stride elements apart
     packed_ptr,  # [table, 2 F, H/2] uint8, contiguous
     scale_ptr,  # [table, 2 F, H/32] uint8, contiguous
     slot_ptr,  # [table, T] int32: the slot in which a row chose an expert, or -1
     h_ptr,  # [T, slots, F] bf16, out: written where a row chose the expert
     x_stride,
+    table,
     T,
     H,
     F,
@@ -61,50 +67,56 @@ def _gate_up_kernel(
     limit,
     ROUND: tl.constexpr,  # whether h is rounded to MXFP8 for the product that follows
     BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_F: tl.constexpr,  # a multiple of 32, so that it holds whole scale blocks of h
     BLOCK_K: tl.constexpr,
 ):
-    """One expert, BLOCK_F of its columns, BLOCK_T rows: gate rows above their up rows in one product W x^T.
+    """BLOCK_E experts, BLOCK_F columns of each, BLOCK_T rows: one product W x^T of all their gate and up rows.
 
     Even and odd k are summed side by side, since a byte holds one of each; steps of BLOCK_K from the left.
     """
-    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    expert = tl.program_id(1).to(tl.int64)
+    e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     t = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.load(slot_ptr + expert * T + t, mask=t < T, other=-1)
-    if tl.max(slot, axis=0) < 0:
-        return  # no row of the tile chose this expert
+    chosen_ptr = slot_ptr + e[:, None] * T + t[None, :]
+    slot = tl.load(chosen_ptr, mask=(e < table)[:, None] & (t < T)[None, :], other=-1)  # [BLOCK_E, BLOCK_T]
+    wanted = tl.max(slot, axis=0) >= 0  # [BLOCK_T]
+    if tl.max(wanted.to(tl.int32), axis=0) == 0:
+        return  # no row of the tile chose these experts
 
-    r = tl.arange(0, 2 * BLOCK_F)
+    # rows of the product: gate of the first expert, its up, gate of the second, ...
+    r = tl.arange(0, 2 * BLOCK_E * BLOCK_F)
+    half = tl.program_id(1).to(tl.int64) * (2 * BLOCK_E) + r // BLOCK_F
     column = tl.program_id(0) * BLOCK_F + r % BLOCK_F
-    in_f = (column < F)[:, None]
-    w_row = expert * 2 * F + (r // BLOCK_F) * F + column  # [2 BLOCK_F] int64
-    packed_row = packed_ptr + w_row[:, None] * (H // 2)
-    scale_row = scale_ptr + w_row[:, None] * (H // 32)
+    in_w = ((half < 2 * table) & (column < F))[:, None]
+    packed_row = packed_ptr + (half * F + column)[:, None] * (H // 2)
+    scale_row = scale_ptr + (half * F + column)[:, None] * (H // 32)
     x_row = x_ptr + t[None, :] * x_stride
-    half = tl.arange(0, BLOCK_K // 2)
-    group = tl.arange(0, BLOCK_K // 32)
 
-    sums = tl.zeros((2 * BLOCK_F, BLOCK_T), dtype=tl.float32)
+    sums = tl.zeros((2 * BLOCK_E * BLOCK_F, BLOCK_T), dtype=tl.float32)
     for start in range(0, H, BLOCK_K):
-        byte = start // 2 + half
-        block = start // 32 + group
-        in_k = (byte < H // 2)[:, None] & (slot >= 0)[None, :]
-        packed = tl.load(packed_row + byte[None, :], mask=in_f & (byte < H // 2)[None, :], other=0)
-        scale = tl.load(scale_row + block[None, :], mask=in_f & (block < H // 32)[None, :], other=0)
-        x_even = tl.load(x_row + 2 * byte[:, None], mask=in_k, other=0.0)
-        x_odd = tl.load(x_row + 2 * byte[:, None] + 1, mask=in_k, other=0.0)
+        byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+        block = start // 32 + tl.arange(0, BLOCK_K // 32)
+        packed = tl.load(packed_row + byte[None, :], mask=in_w & (byte < H // 2)[None, :], other=0)
+        scale = tl.load(scale_row + block[None, :], mask=in_w & (block < H // 32)[None, :], other=0)
+        x_pair = x_row + 2 * byte[:, None]
+        in_x = (byte < H // 2)[:, None] & wanted[None, :]
+        x_even = tl.load(x_pair, mask=in_x, other=0.0)
+        x_odd = tl.load(x_pair + 1, mask=in_x, other=0.0)
         w_even, w_odd = decode_mxfp4(packed, scale)
         sums = tl.dot(w_even, x_even, sums)
         sums = tl.dot(w_odd, x_odd, sums)
 
-    gate, up = tl.split(sums.reshape(2, BLOCK_F, BLOCK_T).permute(1, 2, 0))  # [BLOCK_F, BLOCK_T] each
+    # [BLOCK_E, BLOCK_F, BLOCK_T] each
+    gate, up = tl.split(sums.reshape(BLOCK_E, 2, BLOCK_F, BLOCK_T).permute(0, 2, 3, 1))
     h = to_bf16(swiglu_oai(gate, up, alpha, beta, limit))
     if ROUND:
-        h = round_mxfp8(h.to(tl.float32).reshape(BLOCK_F // 32, 32, BLOCK_T), 1).reshape(BLOCK_F, BLOCK_T)
+        blocks = h.to(tl.float32).reshape(BLOCK_E * BLOCK_F // 32, 32, BLOCK_T)
+        h = round_mxfp8(blocks, 1).reshape(BLOCK_E, BLOCK_F, BLOCK_T)
 
-    h_row = (t * slots + slot) * F  # [BLOCK_T] int64
-    tl.store(h_ptr + h_row[None, :] + f[:, None], h, mask=(f < F)[:, None] & (slot >= 0)[None, :])
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    h_row = h_ptr + (t[None, :] * slots + slot) * F  # [BLOCK_E, BLOCK_T]
+    in_h = (f < F)[None, :, None] & (slot >= 0)[:, None, :]
+    tl.store(h_row[:, None, :] + f[None, :, None], h, mask=in_h)
 
 
 @triton.jit
@@ -114,45 +126,54 @@ def _down_kernel(
     scale_ptr,  # [table, H, F/32] uint8, contiguous
     slot_ptr,  # [table, T] int32: the slot in which a row chose an expert, or -1
     y_ptr,  # [T, slots, H] fp32, out: written where a row chose the expert
+    table,
     T,
     H,
     F,
     slots,
     BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One expert, BLOCK_N of its outputs, BLOCK_T rows: W h^T, even and odd k side by side."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.load(slot_ptr + expert * T + t, mask=t < T, other=-1)
+    """BLOCK_E experts, BLOCK_N outputs of each, BLOCK_T rows: one product W h^T, even and odd k side by side.
+
+    Every expert reads other rows of h, so the columns of the product are (expert, row) pairs, and what is
+    kept are the blocks in which the weights' expert is the column's: with BLOCK_E 1, all.
+    """
+    first = tl.program_id(1).to(tl.int64) * BLOCK_E
+    c = tl.arange(0, BLOCK_E * BLOCK_T)
+    c_expert = first + c // BLOCK_T
+    t = tl.program_id(2).to(tl.int64) * BLOCK_T + c % BLOCK_T
+    slot = tl.load(slot_ptr + c_expert * T + t, mask=(c_expert < table) & (t < T), other=-1)
     if tl.max(slot, axis=0) < 0:
-        return  # no row of the tile chose this expert
+        return  # no row of the tile chose these experts
 
-    in_n = (n < H)[:, None]
-    w_row = expert * H + n  # [BLOCK_N] int64
-    packed_row = packed_ptr + w_row[:, None] * (F // 2)
-    scale_row = scale_ptr + w_row[:, None] * (F // 32)
-    pair = t * slots + slot  # [BLOCK_T] int64
-    h_row = h_ptr + pair[None, :] * F
-    half = tl.arange(0, BLOCK_K // 2)
-    group = tl.arange(0, BLOCK_K // 32)
+    r = tl.arange(0, BLOCK_E * BLOCK_N)
+    r_expert = first + r // BLOCK_N
+    n = tl.program_id(0) * BLOCK_N + r % BLOCK_N
+    in_w = ((r_expert < table) & (n < H))[:, None]
+    packed_row = packed_ptr + (r_expert * H + n)[:, None] * (F // 2)
+    scale_row = scale_ptr + (r_expert * H + n)[:, None] * (F // 32)
+    pair = (t * slots + slot)[None, :]
+    h_row = h_ptr + pair * F
 
-    sums = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_E * BLOCK_N, BLOCK_E * BLOCK_T), dtype=tl.float32)
     for start in range(0, F, BLOCK_K):
-        byte = start // 2 + half
-        block = start // 32 + group
-        in_k = (byte < F // 2)[:, None] & (slot >= 0)[None, :]
-        packed = tl.load(packed_row + byte[None, :], mask=in_n & (byte < F // 2)[None, :], other=0)
-        scale = tl.load(scale_row + block[None, :], mask=in_n & (block < F // 32)[None, :], other=0)
-        h_even = tl.load(h_row + 2 * byte[:, None], mask=in_k, other=0.0)
-        h_odd = tl.load(h_row + 2 * byte[:, None] + 1, mask=in_k, other=0.0)
+        byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+        block = start // 32 + tl.arange(0, BLOCK_K // 32)
+        packed = tl.load(packed_row + byte[None, :], mask=in_w & (byte < F // 2)[None, :], other=0)
+        scale = tl.load(scale_row + block[None, :], mask=in_w & (block < F // 32)[None, :], other=0)
+        h_pair = h_row + 2 * byte[:, None]
+        in_h = (byte < F // 2)[:, None] & (slot >= 0)[None, :]
+        h_even = tl.load(h_pair, mask=in_h, other=0.0)
+        h_odd = tl.load(h_pair + 1, mask=in_h, other=0.0)
         w_even, w_odd = decode_mxfp4(packed, scale)
         sums = tl.dot(w_even, h_even, sums)
         sums = tl.dot(w_odd, h_odd, sums)
 
-    tl.store(y_ptr + pair[None, :] * H + n[:, None], sums, mask=in_n & (slot >= 0)[None, :])
+    kept = in_w & (slot >= 0)[None, :] & (r_expert[:, None] == c_expert[None, :])
+    tl.store(y_ptr + pair * H + n[:, None], sums, mask=kept)
 
 
 @triton.jit
@@ -203,8 +224,8 @@ def experts(
                (`route` makes the three). Returns [T, H] bf16, zero in a row whose ids are -1.
     Rounding:  both products exact in bf16 operands with fp32 sums; SwiGLU to bf16, and to MXFP8 values if
                `mxfp8`; each expert's output stays fp32; weighted and added in slot order in fp32; to bf16.
-    Launch:    three kernels; a program to one expert, a tile of its outputs and BLOCK_T rows, which ends at
-               once where no row chose the expert. No atomics: what a (row, slot) pair holds has one writer.
+    Launch:    three kernels; a program to BLOCK_E experts (one, on a GPU), a tile of their outputs and
+               BLOCK_T rows, which ends at once where no row chose them. No atomics: what a (row, slot) pair holds has one writer.
     Agrees:    only the order of the sums differs, and SwiGLU's exponential by a few ulp of fp32. A value
                next to a rounding boundary of h may round the other way.
     Errors:    ValueError, naming the argument, for another dtype, shape or layout.
@@ -219,7 +240,11 @@ def experts(
     settings = fitted(tile("gate_up", x.device), BLOCK_F=F, BLOCK_K=H)
     launch(
         _gate_up_kernel,
-        (triton.cdiv(F, settings["BLOCK_F"]), table, triton.cdiv(T, settings["BLOCK_T"])),
+        (
+            triton.cdiv(F, settings["BLOCK_F"]),
+            triton.cdiv(table, settings["BLOCK_E"]),
+            triton.cdiv(T, settings["BLOCK_T"]),
+        ),
         x.device,
         x,
         gate_up.packed,
@@ -227,6 +252,7 @@ def experts(
         slot_of,
         h,
         x.stride(0),
+        table,
         T,
         H,
         F,
@@ -240,13 +266,18 @@ def experts(
     settings = fitted(tile("down", x.device), BLOCK_N=H, BLOCK_K=F)
     launch(
         _down_kernel,
-        (triton.cdiv(H, settings["BLOCK_N"]), table, triton.cdiv(T, settings["BLOCK_T"])),
+        (
+            triton.cdiv(H, settings["BLOCK_N"]),
+            triton.cdiv(table, settings["BLOCK_E"]),
+            triton.cdiv(T, settings["BLOCK_T"]),
+        ),
         x.device,
         h,
         down.packed,
         down.scale,
         slot_of,
         y,
+        table,
         T,
         H,
         F,
