@@ -56,7 +56,7 @@ class NoDevice(DriverBase):
 
 @contextlib.contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
-    """Inside, `kernel.warmup` compiles for `target`, from an empty disk cache: a stale entry hides errors."""
+    """Inside, `kernel.warmup` compiles for `target` from an empty disk cache: a stale entry hides errors."""
     if reason := refuse_target(target):
         raise ValueError(reason)
     driver = triton.runtime.driver
@@ -72,7 +72,7 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """registers a thread; spills in bytes (NVIDIA) or registers (AMD); shared memory in bytes; PTX or AMDGCN."""
+    """Registers a thread; spills in bytes (NVIDIA) or registers (AMD); shared bytes; PTX or AMDGCN."""
 
     registers: int
     spills: int
@@ -89,7 +89,7 @@ def compile_kernel(
 ) -> Compiled:
     """Compile one launch for `target` and read its resources.
 
-    args:        as a launch passes them, with a `torch.dtype` or a meta tensor of the real shape for a tensor.
+    args:        as a launch passes them; for a tensor a `torch.dtype`, or a meta tensor of the real shape.
                  Integers are specialised as in a launch: 1 and multiples of 16 give other code.
     constexprs:  by name. options: num_warps, num_stages, ...
     Raises ValueError for a refused target, AssertionError if shared memory exceeds the target's.

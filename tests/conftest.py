@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from mono.fast.targets import SUPPORTED, Target
 
-# interpreted kernels take milliseconds and the first call more: no deadline, few examples, the same every time
+# interpreted kernels take milliseconds, the first call more: no deadline, few examples, always the same
 settings.register_profile(
     "mono", deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
