@@ -71,7 +71,7 @@ def _gate_up_kernel(
     BLOCK_F: tl.constexpr,  # a multiple of 32, so that it holds whole scale blocks of h
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_E experts, BLOCK_F columns of each, BLOCK_T rows: one product W x^T of all their gate and up rows.
+    """BLOCK_E experts, BLOCK_F columns of each, BLOCK_T rows: one product W x^T of their gate and up rows.
 
     Even and odd k are summed side by side, since a byte holds one of each; steps of BLOCK_K from the left.
     """
@@ -225,7 +225,8 @@ def experts(
     Rounding:  both products exact in bf16 operands with fp32 sums; SwiGLU to bf16, and to MXFP8 values if
                `mxfp8`; each expert's output stays fp32; weighted and added in slot order in fp32; to bf16.
     Launch:    three kernels; a program to BLOCK_E experts (one, on a GPU), a tile of their outputs and
-               BLOCK_T rows, which ends at once where no row chose them. No atomics: what a (row, slot) pair holds has one writer.
+               BLOCK_T rows, which ends at once where no row chose them. No atomics: what a (row, slot)
+               pair holds has one writer.
     Agrees:    only the order of the sums differs, and SwiGLU's exponential by a few ulp of fp32. A value
                next to a rounding boundary of h may round the other way.
     Errors:    ValueError, naming the argument, for another dtype, shape or layout.
