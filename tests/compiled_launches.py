@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel that host code launches, at the shapes and settings it launches with."""
+"""What the compiler makes of the kernels that host code launches, with the shapes and settings they have."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compile_harness import Compiled, compile_kernel
 from triton.runtime.jit import KernelInterface
 
-from compile_harness import Compiled, compile_kernel
 from mono.fast.targets import Target
 
 
 def compiled_launches(target: Target, call: Callable[[], Any]) -> dict[str, Compiled]:
-    """Run `call` on meta tensors, compiling each launch for `target` instead. By kernel name, the last launch."""
+    """Run `call` on meta tensors, compiling each launch for `target` instead; by kernel name."""
     made: dict[str, Compiled] = {}
 
     def getitem(kernel: Any, grid: Any) -> Any:

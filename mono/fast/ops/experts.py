@@ -203,10 +203,132 @@ def _combine_kernel(
     tl.store(out_ptr + t[:, None] * H + h, to_bf16(out), mask=(t < T)[:, None] & (h < H)[None, :])
 
 
+def gate_up(
+    x: Tensor,
+    matrix: Mxfp4,
+    slot_of: Tensor,
+    slots: int,
+    alpha: float,
+    beta: float,
+    limit: float,
+    mxfp8: bool,
+) -> Tensor:
+    """Gate and up of every chosen expert, and SwiGLU.
+
+        h[t, slot_of[e, t]] = swiglu(W_e x[t])      where slot_of[e, t] is not negative
+
+    Shapes:    x [T, H] bf16, matrix [table, 2 F, H] MXFP4, slot_of [table, T] int32. Returns [T, slots, F]
+               bf16; what no expert was chosen for stays as it was allocated.
+    Rounding:  exact products in bf16 operands, fp32 sums; SwiGLU to bf16, and to MXFP8 values if `mxfp8`.
+    """
+    (T, H), (table, F2, _) = x.shape, matrix.shape
+    F = F2 // 2
+    _check_matrix("gate_up", matrix, (table, F2, H))
+    _check("slot_of", slot_of, torch.int32, (table, T))
+    if x.dtype != torch.bfloat16 or x.stride(1) != 1:
+        raise ValueError(f"experts: x is {x.dtype} with stride {x.stride(1)} along H, expected bf16 with 1")
+    h = torch.empty((T, slots, F), dtype=torch.bfloat16, device=x.device)
+    settings = fitted(tile("gate_up", x.device), BLOCK_F=F, BLOCK_K=H)
+    launch(
+        _gate_up_kernel,
+        (
+            triton.cdiv(F, settings["BLOCK_F"]),
+            triton.cdiv(table, settings["BLOCK_E"]),
+            triton.cdiv(T, settings["BLOCK_T"]),
+        ),
+        x.device,
+        x,
+        matrix.packed,
+        matrix.scale,
+        slot_of,
+        h,
+        x.stride(0),
+        table,
+        T,
+        H,
+        F,
+        slots,
+        alpha,
+        beta,
+        limit,
+        ROUND=mxfp8,
+        **settings,
+    )
+    return h
+
+
+def down(h: Tensor, matrix: Mxfp4, slot_of: Tensor) -> Tensor:
+    """The down product of every chosen expert.
+
+        y[t, slot_of[e, t]] = W_e h[t, slot_of[e, t]]      where slot_of[e, t] is not negative
+
+    Shapes:    h [T, slots, F] bf16, matrix [table, H, F] MXFP4, slot_of [table, T] int32. Returns
+               [T, slots, H] fp32; what no expert was chosen for stays as it was allocated.
+    Rounding:  exact products in bf16 operands, fp32 sums, none at the end.
+    """
+    (T, slots, F), (table, H, _) = h.shape, matrix.shape
+    _check("h", h, torch.bfloat16, (T, slots, F))
+    _check_matrix("down", matrix, (table, H, F))
+    _check("slot_of", slot_of, torch.int32, (table, T))
+    y = torch.empty((T, slots, H), dtype=torch.float32, device=h.device)
+    settings = fitted(tile("down", h.device), BLOCK_N=H, BLOCK_K=F)
+    launch(
+        _down_kernel,
+        (
+            triton.cdiv(H, settings["BLOCK_N"]),
+            triton.cdiv(table, settings["BLOCK_E"]),
+            triton.cdiv(T, settings["BLOCK_T"]),
+        ),
+        h.device,
+        h,
+        matrix.packed,
+        matrix.scale,
+        slot_of,
+        y,
+        table,
+        T,
+        H,
+        F,
+        slots,
+        **settings,
+    )
+    return y
+
+
+def combine(y: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """The weighted sum of a row's slots.
+
+        out[t] = sum_k weight[t, k] y[t, k]      over the slots whose id is not negative
+
+    Shapes:    y [T, slots, H] fp32, ids [T, slots] int32, weight [T, slots] fp32. Returns [T, H] bf16.
+    Rounding:  fp32 in slot order, then to bf16.
+    """
+    T, slots, H = y.shape
+    _check("y", y, torch.float32, (T, slots, H))
+    _check("ids", ids, torch.int32, (T, slots))
+    _check("weight", weight, torch.float32, (T, slots))
+    out = torch.empty((T, H), dtype=torch.bfloat16, device=y.device)
+    settings = fitted(tile("combine", y.device), BLOCK_H=H)
+    launch(
+        _combine_kernel,
+        (triton.cdiv(T, settings["BLOCK_T"]), triton.cdiv(H, settings["BLOCK_H"])),
+        y.device,
+        y,
+        ids,
+        weight,
+        out,
+        T,
+        H,
+        SLOTS=slots,
+        **settings,
+    )
+    return out
+
+
 def experts(
     x: Tensor,
-    gate_up: Mxfp4,
-    down: Mxfp4,
+    gate_up_matrix: Mxfp4,
+    down_matrix: Mxfp4,
     ids: Tensor,
     slot_of: Tensor,
     weight: Tensor,
@@ -231,92 +353,20 @@ def experts(
                next to a rounding boundary of h may round the other way.
     Errors:    ValueError, naming the argument, for another dtype, shape or layout.
     """
-    (T, H), (table, slots) = x.shape, (gate_up.shape[0], ids.shape[1])
-    F = gate_up.shape[1] // 2
-    _check(x, gate_up, down, ids, slot_of, weight)
-    h = torch.empty((T, slots, F), dtype=torch.bfloat16, device=x.device)
-    y = torch.empty((T, slots, H), dtype=torch.float32, device=x.device)
-    out = torch.empty((T, H), dtype=torch.bfloat16, device=x.device)
-
-    settings = fitted(tile("gate_up", x.device), BLOCK_F=F, BLOCK_K=H)
-    launch(
-        _gate_up_kernel,
-        (
-            triton.cdiv(F, settings["BLOCK_F"]),
-            triton.cdiv(table, settings["BLOCK_E"]),
-            triton.cdiv(T, settings["BLOCK_T"]),
-        ),
-        x.device,
-        x,
-        gate_up.packed,
-        gate_up.scale,
-        slot_of,
-        h,
-        x.stride(0),
-        table,
-        T,
-        H,
-        F,
-        slots,
-        alpha,
-        beta,
-        limit,
-        ROUND=mxfp8,
-        **settings,
-    )
-    settings = fitted(tile("down", x.device), BLOCK_N=H, BLOCK_K=F)
-    launch(
-        _down_kernel,
-        (
-            triton.cdiv(H, settings["BLOCK_N"]),
-            triton.cdiv(table, settings["BLOCK_E"]),
-            triton.cdiv(T, settings["BLOCK_T"]),
-        ),
-        x.device,
-        h,
-        down.packed,
-        down.scale,
-        slot_of,
-        y,
-        table,
-        T,
-        H,
-        F,
-        slots,
-        **settings,
-    )
-    settings = fitted(tile("combine", x.device), BLOCK_H=H)
-    launch(
-        _combine_kernel,
-        (triton.cdiv(T, settings["BLOCK_T"]), triton.cdiv(H, settings["BLOCK_H"])),
-        x.device,
-        y,
-        ids,
-        weight,
-        out,
-        T,
-        H,
-        SLOTS=slots,
-        **settings,
-    )
-    return out
+    h = gate_up(x, gate_up_matrix, slot_of, ids.shape[1], alpha, beta, limit, mxfp8)  # [T, slots, F]
+    y = down(h, down_matrix, slot_of)  # [T, slots, H]
+    return combine(y, ids, weight)
 
 
-def _check(x: Tensor, gate_up: Mxfp4, down: Mxfp4, ids: Tensor, slot_of: Tensor, weight: Tensor) -> None:
-    (T, H), (table, F2, _), slots = x.shape, gate_up.shape, ids.shape[1]
-    for name, tensor, dtype, shape in (
-        ("gate_up.packed", gate_up.packed, torch.uint8, (table, F2, H // 2)),
-        ("gate_up.scale", gate_up.scale, torch.uint8, (table, F2, H // 32)),
-        ("down.packed", down.packed, torch.uint8, (table, H, F2 // 4)),
-        ("down.scale", down.scale, torch.uint8, (table, H, F2 // 64)),
-        ("ids", ids, torch.int32, (T, slots)),
-        ("slot_of", slot_of, torch.int32, (table, T)),
-        ("weight", weight, torch.float32, (T, slots)),
-    ):
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"experts: {name} is {tensor.dtype} {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())}, expected contiguous {dtype} {list(shape)}"
-            )
-    if x.dtype != torch.bfloat16 or x.stride(1) != 1:
-        raise ValueError(f"experts: x is {x.dtype} with stride {x.stride(1)} along H, expected bf16 with 1")
+def _check_matrix(name: str, matrix: Mxfp4, shape: tuple[int, int, int]) -> None:
+    table, rows, k = shape
+    _check(f"{name}.packed", matrix.packed, torch.uint8, (table, rows, k // 2))
+    _check(f"{name}.scale", matrix.scale, torch.uint8, (table, rows, k // 32))
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"experts: {name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}, "
+            f"expected contiguous {dtype} {list(shape)}"
+        )
