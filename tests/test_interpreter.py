@@ -298,6 +298,17 @@ def test_load_out_of_bounds():
         copy_kernel[(8,)](x, y, 128, BLOCK=16)
 
 
+@pytest.mark.parametrize("past", ["x", "y"])
+def test_one_element_past_the_end(past):
+    x, y = torch.zeros(16 if past == "x" else 17), torch.zeros(16 if past == "y" else 17)
+    kind = "load" if past == "x" else "store"
+    with (
+        interpret(),
+        pytest.raises(KernelMemoryError, match=f"{kind} out of bounds .*: 1 of 17 .* byte 64 of .* 64"),
+    ):
+        copy_kernel[(1,)](x, y, 17, BLOCK=32)
+
+
 def test_store_out_of_bounds_of_a_view_is_seen():
     whole = torch.zeros(256)
     with interpret(), pytest.raises(KernelMemoryError, match="store out of bounds"):
@@ -368,6 +379,11 @@ def plain_add_kernel(x_ptr):
 
 
 @triton.jit
+def store_kernel(x_ptr):
+    tl.store(x_ptr, 1.0)
+
+
+@triton.jit
 def atomic_add_kernel(x_ptr):
     tl.atomic_add(x_ptr, 1.0)
 
@@ -401,11 +417,17 @@ def last_arrives_kernel(part_ptr, count_ptr, out_ptr, N: tl.constexpr):
 def test_races():
     x, y = torch.zeros(16), torch.zeros(16)
     with interpret(races=True):
-        with pytest.raises(KernelMemoryError, match="race"):
+        with pytest.raises(KernelMemoryError, match="programs 0 and 1 store to one address"):
+            store_kernel[(2,)](x)
+        with pytest.raises(KernelMemoryError, match="program 1 reads what 0 stores"):
             plain_add_kernel[(2,)](x)
-        for order in ORDERS:
-            with interpret(races=True, order=order), pytest.raises(KernelMemoryError, match="race"):
-                read_next_kernel[(4,)](x, y)
+        with pytest.raises(KernelMemoryError, match="program 1 overwrites what another program reads"):
+            read_next_kernel[(4,)](x, y)
+        with (
+            interpret(races=True, order="reverse"),
+            pytest.raises(KernelMemoryError, match="2 reads what 3 stores"),
+        ):
+            read_next_kernel[(4,)](x, y)
         with pytest.raises(KernelMemoryError, match="reads back its own store"):
             read_back_kernel[(1,)](x, y, BARRIER=False)
         read_back_kernel[(1,)](x, y, BARRIER=True)

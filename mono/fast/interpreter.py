@@ -18,7 +18,7 @@ order of sums inside a tile, approximate `exp` and `/`, tf32 in fp32 dots. Not i
 atomics, and inline assembly that has no emulation in `ASM`.
 
 Triton is patched while an `interpret()` block is open and put back after it, so a process can both interpret
-and compile; open it in one thread at a time. Tested with Triton 3.6.0 and 3.7.1; on a version that lacks a
+and compile; open it in one thread at a time. Tested with Triton 3.6.0 to 3.9.0; on a version that lacks a
 private name used here, the import fails and says which.
 """
 
@@ -55,7 +55,7 @@ for _owner, _names in _NEEDED.items():
         if not hasattr(_owner, _name):
             raise ImportError(
                 f"mono.fast.interpreter: Triton {triton.__version__} has no {_owner.__name__}.{_name}; "
-                "tested with Triton 3.6.0 and 3.7.1"
+                "tested with Triton 3.6.0 to 3.9.0"
             )
 
 from mono.fast.interpreting.formats import np_dtype  # noqa: E402  # after the check, whose message is clearer
