@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+from torch import contiguous_format as contiguous
 
 from mono.checkpoint.errors import CheckpointError
 from mono.checkpoint.shards import INDEX
@@ -59,7 +60,8 @@ def _write_folder(
     if len(shards) == 1:
         names = ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
-        own = {key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}
+        # copies, for safetensors refuses tensors that share memory
+        own = {key: tensor.detach().cpu().clone(memory_format=contiguous) for key, tensor in shard.items()}
         save_file(own, folder / name, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
