@@ -419,13 +419,13 @@ def test_races():
     with interpret(races=True):
         with pytest.raises(KernelMemoryError, match="programs 0 and 1 store to one address"):
             store_kernel[(2,)](x)
-        with pytest.raises(KernelMemoryError, match="program 1 reads what 0 stores"):
+        with pytest.raises(KernelMemoryError, match="program 1 reads what program 0 stores"):
             plain_add_kernel[(2,)](x)
         with pytest.raises(KernelMemoryError, match="program 1 overwrites what another program reads"):
             read_next_kernel[(4,)](x, y)
         with (
             interpret(races=True, order="reverse"),
-            pytest.raises(KernelMemoryError, match="2 reads what 3 stores"),
+            pytest.raises(KernelMemoryError, match="2 reads what program 3 stores"),
         ):
             read_next_kernel[(4,)](x, y)
         with pytest.raises(KernelMemoryError, match="reads back its own store"):
