@@ -74,7 +74,7 @@ class DrafterSpec:
             for name in names:
                 if config.get(name) is not None:
                     return config[name]
-            raise ValueError(f"drafter config: expected {' or '.join(names)}, got neither")
+            raise ValueError(f"drafter config: expected {' or '.join(names)}, got none")
 
         def only(name: str, allowed: object) -> None:
             if config.get(name, allowed) != allowed:
@@ -482,8 +482,10 @@ def load_drafter(
     checkpoint:   its `dspark/` part; names are those of the release without the common prefix.
     max_context:  positions the RoPE table covers; a block reaches block - 1 past its anchor.
     vocab:        true tokens where the config counts padded rows as well.
+    Errors:       ValueError naming a config key or a weight; what the checkpoint raises for a missing tensor.
     """
     spec = DrafterSpec.from_config(checkpoint.text_config, vocab)
+    confident = bool(checkpoint.text_config.get("enable_confidence_head", True))
 
     def tensor(name: str) -> Tensor:
         return checkpoint.tensor(name).to(device)
@@ -517,7 +519,7 @@ def load_drafter(
         embed=target_embed.to(device),
         head=target_head.to(device),
         rope=rope_table(max_context, spec.rotary_dim, spec.theta).to(device),
-        confidence=tensor("confidence_head.proj.weight"),
-        confidence_bias=tensor("confidence_head.proj.bias"),
+        confidence=tensor("confidence_head.proj.weight") if confident else None,
+        confidence_bias=tensor("confidence_head.proj.bias") if confident else None,
     )
     return Drafter(spec, weights, numerics)
