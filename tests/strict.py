@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from mono.fast.interpreter import interpret
+
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+"""For tests that Hypothesis drives, which takes no fixtures of function scope."""
 
 ORDERS = [None, "reverse", 7]
 """Orders of the programs of a launch: ascending, descending, shuffled."""
