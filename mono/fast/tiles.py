@@ -79,15 +79,15 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
     },
     "select_blocks": {  # a row of at most NARROW blocks takes a short way
         "interpreter": {"BLOCK_R": 64, "NARROW": 64, "num_warps": 4},
-        "gpu": {"BLOCK_R": 1, "NARROW": 1024, "num_warps": 4},
+        "gpu": {"BLOCK_R": 1, "NARROW": 1024, "num_warps": 8},
     },
     "sparse_attention": {  # BLOCK_P pairs of a row and a KV head a program; its picked blocks in SPLITS parts
         "interpreter": {"BLOCK_P": 32, "SPLITS": 1, "num_warps": 4},
-        "gpu": {"BLOCK_P": 1, "SPLITS": 16, "num_warps": 4, "num_stages": 1},
+        "gpu": {"BLOCK_P": 1, "SPLITS": 16, "num_warps": 8, "num_stages": 1},
     },
     "dense_attention": {  # BLOCK_P pairs of request and KV head, BLOCK_C queries, every SPLITS-th KEYS
         "interpreter": {"BLOCK_P": 8, "BLOCK_C": 64, "KEYS": 512, "SPLITS": 1, "num_warps": 4},
-        "gpu": {"BLOCK_P": 1, "BLOCK_C": 64, "KEYS": 64, "SPLITS": 32, "num_warps": 4, "num_stages": 2},
+        "gpu": {"BLOCK_P": 1, "BLOCK_C": 64, "KEYS": 32, "SPLITS": 64, "num_warps": 4, "num_stages": 1},
     },
     "merge_splits": {
         "interpreter": {"BLOCK_R": 128, "num_warps": 4},

@@ -13,7 +13,8 @@ from mono.fast.ops.norm_rope import check_cache
 from mono.fast.tiles import Settings, tile
 from mono.step import Step
 
-MOST_BLOCKS = 65536  # block ids take 16 bits of a key
+MOST_BLOCKS = 65536  # a program ranks a row's blocks in registers
+ABOVE = tl.constexpr(128)  # more than any TOPK
 
 
 @triton.jit
@@ -125,25 +126,34 @@ def _pick(
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,  # at least as many as any row's blocks
 ):
-    """Rank each row's first WIDTH blocks by unique integer keys and keep those from the TOPK-th on."""
+    """Keep the TOPK best of each row's first WIDTH blocks, by integer keys in the order of the ranks."""
     block = tl.arange(0, WIDTH)[None, :]
     ranked = block < blocks[:, None]
     score = tl.load(scores_ptr + row[:, None] * M + block, mask=ranked, other=0.0)
     score = tl.where(score != score, float("-inf"), score)
     score = tl.where(score == 0.0, 0.0, score)  # -0 ranks as +0
     bits = score.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    kind = tl.where(block >= blocks[:, None] - LOCAL, 2, tl.where(block < INIT, 1, 0))
-    # a key is (kind, score, block id), so that no two are equal and the higher id wins a tie
-    key = (kind.to(tl.int64) << 49) + ((ordered.to(tl.int64) + 0x80000000) << 16) + block
-    key = tl.where(ranked, key, -1)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # +inf is 0x7F800000, -inf -0x7F800001: both ends are free
+    key = tl.where(block < INIT, 0x7FFFFFFE, key)
+    key = tl.where(block >= blocks[:, None] - LOCAL, 0x7FFFFFFF, key)
+    key = tl.where(ranked, key, -0x80000000)
 
-    best = tl.max(key, axis=1, keep_dims=True)
-    least = best
+    # down through the distinct keys until TOPK blocks have one at least as large
+    least = tl.max(key, axis=1, keep_dims=True)
     for _ in range(1, TOPK):
-        least = tl.max(tl.where(key < least, key, -1), axis=1, keep_dims=True)
-    picked = ranked & (key >= least)
-    place = tl.cumsum(picked.to(tl.int32), axis=1) - 1
+        enough = tl.sum((key >= least).to(tl.int32), axis=1, keep_dims=True) >= TOPK
+        lower = tl.max(tl.where(key < least, key, -0x80000000), axis=1, keep_dims=True)
+        least = tl.where(enough, least, lower)
+    least = tl.maximum(least, -0x7FFFFFFF)  # never the key of a block that is not ranked
+    # of the blocks that tie at the least key, those with the highest ids fill what is left; one running
+    # count holds the blocks above in its low bits and the ties in its high ones
+    part = tl.where(key > least, 1, tl.where(key == least, ABOVE, 0))
+    run = tl.cumsum(part, axis=1)
+    counts = tl.max(run, axis=1, keep_dims=True)
+    passed_over = tl.maximum(counts // ABOVE + counts % ABOVE - TOPK, 0)
+    tie = run // ABOVE
+    picked = (part == 1) | ((part == ABOVE) & (tie > passed_over))
+    place = run % ABOVE + tl.maximum(tie - passed_over, 0) - 1
     tl.store(
         selected_ptr + row[:, None] * TOPK + place,
         tl.broadcast_to(block, picked.shape),
@@ -195,9 +205,9 @@ def select_blocks(
 
     Shapes:  scores [T, G, M] fp32, visible [T] int32. Returns [T, G, topk] int32, ascending, -1 past the
              last.
-    Launch:  a few pairs of row and head a program; `topk` maxima over unique 64-bit keys find the least key
-             that is picked, a running count places the picked ids. Scores of blocks without a visible key
-             are not read.
+    Launch:  a few pairs of row and head a program; `topk` maxima over integer keys find the least one
+             that is picked, a running count settles its ties and places the picked ids. Scores of blocks
+             without a visible key are not read.
     Agrees:  exactly.
     Errors:  ValueError if more blocks are forced than picked, on more than 65536 blocks, or on another type
              or layout.
