@@ -3,6 +3,8 @@
 Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,29 @@ def decode(codes: Tensor) -> Tensor:
     Errors:  ValueError unless codes is uint8. A code above 15 is an index out of range.
     """
     check_dtype("e2m1: codes", codes, torch.uint8)
-    return torch.tensor(VALUES, dtype=torch.float32, device=codes.device)[codes.int()]
+    return _values(codes.device)[codes.int()]
+
+
+def decode_packed(packed: Tensor) -> Tensor:
+    """The fp32 values of packed codes, exact: `decode(unpack(packed))`, a byte at a time.
+
+    Shapes:  packed uint8 [..., K/2]; returns fp32 [..., K].
+    Errors:  ValueError unless packed is uint8.
+    """
+    check_dtype("e2m1: packed", packed, torch.uint8)
+    return torch.nn.functional.embedding(packed.int(), _pairs(packed.device)).flatten(-2)
+
+
+@cache
+def _values(device: torch.device) -> Tensor:
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """[256, 2] fp32, the two values of every byte."""
+    byte = torch.arange(256, device=device)
+    return _values(device)[torch.stack((byte & 15, byte >> 4), dim=1)]
 
 
 def encode(x: Tensor) -> Tensor:

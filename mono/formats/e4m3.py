@@ -13,6 +13,7 @@ from mono.formats.checks import check_dtype
 
 MAX = 448.0
 SMALLEST = 2.0**-9  # the smallest positive value, a subnormal
+_SIGN_EXPONENT_MANTISSA = -0x78100000  # 0x87F00000 as int32
 
 
 def encode(x: Tensor) -> Tensor:
@@ -32,7 +33,12 @@ def decode(x: Tensor) -> Tensor:
     Errors:  ValueError unless x is float8_e4m3fn; raw bytes are viewed as that type first.
     """
     check_dtype("e4m3: codes", x, torch.float8_e4m3fn)
-    return x.float()
+    # by bits, which on a CPU is several times faster than the cast: with its sign moved to the front, a code
+    # is the fp32 number 2^-120 times its value, subnormals included, except that NaN reads as 480
+    bits = x.view(torch.int8).to(torch.int32)
+    bits = bits.bitwise_left_shift_(20).bitwise_and_(_SIGN_EXPONENT_MANTISSA)
+    values = bits.view(torch.float32).mul_(2.0**120)
+    return values.masked_fill_(values.abs() > MAX, float("nan"))
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

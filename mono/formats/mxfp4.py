@@ -53,7 +53,7 @@ class Mxfp4(Stored):
 
     def dequantise(self) -> Tensor:
         """fp32 [..., K], exact. Byte 255 gives NaN; what exceeds fp32, such as 4 * 2^126, is infinite."""
-        values = e2m1.decode(e2m1.unpack(self.packed))
+        values = e2m1.decode_packed(self.packed)
         blocks = values.reshape(*self.scale.shape, GROUP)  # [..., K/32, 32]
         return (blocks * e8m0.decode(self.scale).unsqueeze(-1)).flatten(-2)
 

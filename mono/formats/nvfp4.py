@@ -78,7 +78,7 @@ class Nvfp4(Stored):
 
     def dequantise(self) -> Tensor:
         """fp32 [..., K]. The product of code and scale is exact; one rounding, by the global scale."""
-        values = e2m1.decode(e2m1.unpack(self.packed))
+        values = e2m1.decode_packed(self.packed)
         blocks = values.reshape(*self.scale.shape, GROUP)  # [..., K/16, 16]
         scaled = (blocks * e4m3.decode(self.scale).unsqueeze(-1)).flatten(-2)
         return _apply_global(scaled, self.global_scale, self.convention)

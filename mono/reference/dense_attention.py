@@ -42,7 +42,7 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
         k = norm_rope(k.view(T, G, D), weights.k_norm, spec.eps, weights.rope, step.positions, numerics)
         # every row's key is in the cache before any row attends
         cache.insert_kv(step.slots, k, v.view(T, G, D))
-        o = attend(q, cache, step, None, numerics)  # [T, N, D]
+        o = attend(q, cache, step, numerics)  # [T, N, D]
         partial = linear(o.reshape(T, N * D), weights.o, numerics).bfloat16()  # [T, H]
         return replace(carry, residual=total.bfloat16(), partial=partial)
 

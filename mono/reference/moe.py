@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,11 +16,13 @@ from mono.layers.checks import check_weights
 from mono.layers.moe import TYPE, Spec, Weights
 from mono.parallel import Comm
 from mono.reference.numerics import NATIVE, Numerics
-from mono.reference.ops.linear import linear
+from mono.reference.ops.linear import linear, rounded
 from mono.reference.ops.rms_norm import absorb, gemma_rms_norm
 from mono.reference.ops.router import route
 from mono.reference.ops.swiglu import swiglu_oai
 from mono.step import Step
+
+_SMALL_TABLE = 1 << 22  # values of an expert table that is kept decoded, 16 MiB
 
 
 def refuse(spec: Spec, deployment: Deployment) -> str | None:
@@ -28,7 +31,7 @@ def refuse(spec: Spec, deployment: Deployment) -> str | None:
 
 
 def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE) -> Layer:
-    """Keep the weights as they are stored, and decode an expert's matrices when a row has chosen it.
+    """Keep the weights as they are stored, and decode an expert when a row has chosen it; small tables once.
 
         out = sum_k w_k E_k(x) + S(x),  E(x) = down swiglu(gate_up x)
 
@@ -38,10 +41,18 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
     """
     check_weights(TYPE, spec, weights, comm)
 
-    def expert(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
-        h = linear(x, gate_up, numerics, spec.activations)  # [t, 2 F] fp32
+    gate_up, down = _decoder(weights.gate_up), _decoder(weights.down)
+
+    def expert(x: Tensor, e: int) -> Tensor:
+        a = rounded(x, weights.gate_up, spec.activations)
+        h = numerics.matmul(a, gate_up(e))  # [t, 2 F] fp32
         mid = swiglu_oai(h, spec.alpha, spec.beta, spec.limit).bfloat16()  # [t, F]
-        return linear(mid, down, numerics, spec.activations)  # [t, H] fp32
+        return numerics.matmul(rounded(mid, weights.down, spec.activations), down(e))  # [t, H] fp32
+
+    def shared(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+        h = linear(x, gate_up, numerics, spec.activations)
+        mid = swiglu_oai(h, spec.alpha, spec.beta, spec.limit).bfloat16()
+        return linear(mid, down, numerics, spec.activations)
 
     def moe(carry: Carry, step: Step, cache: LayerCache) -> Carry:
         total = absorb(carry, comm)  # [T, H] fp32
@@ -56,11 +67,17 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
         for e in range(spec.table):
             row, slot = torch.nonzero(ids == e, as_tuple=True)
             if len(row):
-                y = expert(x[row], weights.gate_up[e], weights.down[e])
-                terms[row, slot] = y * weight[row, slot, None]
+                terms[row, slot] = expert(x[row], e) * weight[row, slot, None]
         out = numerics.sum(terms, 1)  # [T, H]
         if weights.shared_gate_up is not None and weights.shared_down is not None:
-            out = out + expert(x, weights.shared_gate_up, weights.shared_down)
+            out = out + shared(x, weights.shared_gate_up, weights.shared_down)
         return replace(carry, residual=total.bfloat16(), partial=out.bfloat16())
 
     return moe
+
+
+def _decoder(table: Matrix) -> Callable[[int], Tensor]:
+    """Expert e's matrix as fp32."""
+    if table.shape.numel() <= _SMALL_TABLE:
+        return table.dequantise().__getitem__
+    return lambda e: table[e].dequantise()

@@ -11,8 +11,8 @@ from mono.layers.checks import check_weights
 from mono.layers.sparse_attention import TYPE, Spec, Weights
 from mono.parallel import Comm
 from mono.reference.numerics import NATIVE, Numerics
-from mono.reference.ops.attention import attend, norm_rope
-from mono.reference.ops.index import allowed_blocks, block_scores, select_blocks
+from mono.reference.ops.attention import attend_selected, norm_rope
+from mono.reference.ops.index import block_scores, select_blocks
 from mono.reference.ops.linear import linear
 from mono.reference.ops.rms_norm import absorb, gemma_rms_norm
 from mono.step import Step
@@ -61,8 +61,7 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
             raise ValueError(
                 "sparse_attention: this layer reuses a selection and no layer before it selected"
             )
-        allowed = allowed_blocks(selected, step.block_tables.shape[1])
-        o = attend(q, cache, step, allowed, numerics)  # [T, N, D]
+        o = attend_selected(q, cache, step, selected, numerics)  # [T, N, D]
         partial = linear(o.reshape(T, N * D), weights.o, numerics).bfloat16()  # [T, H]
         return replace(carry, residual=total.bfloat16(), partial=partial, selected=selected)
 

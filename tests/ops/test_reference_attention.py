@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mono.caches import LayerCache
-from mono.reference.ops.attention import attend
-from mono.reference.ops.index import allowed_blocks, block_scores, select_blocks
+from mono.reference.ops.attention import attend, attend_selected
+from mono.reference.ops.index import block_scores, select_blocks
 from mono.step import Step
 
 BLOCK, G, N, D = 8, 2, 6, 16
@@ -72,14 +72,14 @@ def test_attention_is_the_softmax_over_the_keys_a_row_sees(lengths, q, seed, spa
     cache, step = filled(lengths, q, seed)
     rng = torch.Generator().manual_seed(seed)
     query = torch.randn(step.rows, N, D, generator=rng).bfloat16()
-    allowed = chosen = None
+    selected = chosen = None
     if sparse:
         selected = select_blocks(
             torch.randn(step.rows, G, step.block_tables.shape[1], generator=rng), step.visible, BLOCK, 2, 0, 1
         )
-        allowed = allowed_blocks(selected, step.block_tables.shape[1])
         chosen = [[set(s) - {-1} for s in row] for row in selected.tolist()]
-    got = attend(query, cache, step, allowed).double().numpy()
+    out = attend(query, cache, step) if selected is None else attend_selected(query, cache, step, selected)
+    got = out.double().numpy()
     want = exact(query, cache, step, chosen)
     # fp32 arithmetic before one rounding to bf16: half a bf16 step, and fp32 noise on values of order 1
     assert (np.abs(got - want) <= np.abs(want) * 2.0**-8 + 1e-5).all()
@@ -88,7 +88,13 @@ def test_attention_is_the_softmax_over_the_keys_a_row_sees(lengths, q, seed, spa
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 def test_dead_slots_are_never_read(poison: float) -> None:
     query = torch.randn(8, N, D, generator=torch.Generator().manual_seed(3)).bfloat16()
-    rows = [attend(query, *filled([58], 8, 5, bad), None) for bad in (1.0, poison)]
+    rows = [attend(query, *filled([58], 8, 5, bad)) for bad in (1.0, poison)]
+    assert rows[0].isfinite().all()
+    assert torch.equal(*rows)
+    last = torch.tensor([-1, 0, 6, 7], dtype=torch.int32).expand(
+        8, G, 4
+    )  # the tail block, and one that is empty
+    rows = [attend_selected(query, *filled([52], 8, 5, bad), last) for bad in (1.0, poison)]
     assert rows[0].isfinite().all()
     assert torch.equal(*rows)
 
@@ -96,7 +102,7 @@ def test_dead_slots_are_never_read(poison: float) -> None:
 def test_a_row_without_keys_is_zero() -> None:
     cache, step = filled([20], 4, 0)
     padded = step.padded_to(8)
-    out = attend(torch.randn(8, N, D).bfloat16(), cache, padded, None)
+    out = attend(torch.randn(8, N, D).bfloat16(), cache, padded)
     assert (out[4:] == 0).all()
     assert out[:4].abs().sum() > 0
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mono.caches import LayerCache
 from mono.reference.numerics import NATIVE, Numerics
-from mono.reference.ops.attention import live_pages
+from mono.reference.ops.attention import live_pages, values_of
 from mono.step import Step
 
 
@@ -30,7 +30,7 @@ def block_scores(index_q: Tensor, cache: LayerCache, step: Step, numerics: Numer
 
     key = torch.arange(M * block, device=index_q.device)
     ever = key[None, :] < seen.amax(dim=1)[:, None]  # [B, t]
-    ik = cache.index_k[tables].flatten(1, 2).float()  # [B, t, I]
+    ik = values_of(cache.index_k[tables].flatten(1, 2))  # [B, t, I]
     ik = torch.where(ever.unsqueeze(-1), ik, 0.0)
     dots = numerics.matmul(index_q.float().view(B, Q * G, width), ik).view(B, Q, G, M * block)
     sees = key[None, None, :] < seen[:, :, None]  # [B, Q, t]
@@ -68,9 +68,3 @@ def select_blocks(
     usable = (best >= 0) & (best < blocks)
     past = torch.where(usable, best, M).sort(dim=-1).values
     return torch.where(past < M, past, -1).int()
-
-
-def allowed_blocks(selected: Tensor, blocks: int) -> Tensor:
-    """[T, G, M] bool: which of `blocks` KV blocks the selection [T, G, S] names."""
-    named = torch.arange(blocks, device=selected.device)
-    return (selected.unsqueeze(-1) == named).any(dim=-2)

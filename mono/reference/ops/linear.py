@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mono.formats import Bf16, Matrix, PtpcFp8, mxfp8, ptpc_fp8
+from mono.formats import Bf16, Matrix, PtpcFp8, e4m3, mxfp8, ptpc_fp8
 from mono.reference.numerics import NATIVE, Numerics
 
 
@@ -26,8 +26,13 @@ def linear(
     """
     if isinstance(matrix, PtpcFp8):
         x8, scale = ptpc_fp8.quantise_rows(x)
-        return numerics.matmul(x8.float(), matrix.values.float()) * scale[:, None] * matrix.scale[None, :]
+        return numerics.matmul(e4m3.decode(x8), e4m3.decode(matrix.values)) * scale[:, None] * matrix.scale
+    return numerics.matmul(rounded(x, matrix, activations), matrix.dequantise())
+
+
+def rounded(x: Tensor, matrix: Matrix, activations: Literal["mxfp8", "bf16"]) -> Tensor:
+    """Rows as a product with an unscaled or MX matrix takes them: bf16, then MXFP8 if asked for; as fp32."""
     x = x.bfloat16()
     if activations == "mxfp8" and not isinstance(matrix, Bf16):
-        return numerics.matmul(mxfp8.quantise(x).dequantise(), matrix.dequantise())
-    return numerics.matmul(x.float(), matrix.dequantise())
+        return mxfp8.quantise(x).dequantise()
+    return x.float()
