@@ -204,7 +204,9 @@ def test_after_every_step_caches_and_taps_are_those_of_a_run_that_never_drafted(
         for b, (number, P) in enumerate(zip(record.requests, record.positions, strict=True)):
             done = P + int(record.acceptance.accepted[b]) + 1  # committed positions: 0 to P + A
             if checked % 3 == 0:
-                caches, table, _ = prefix_state(target, truth[number][:done])
+                caches, table, output = prefix_state(target, truth[number][:done])
+                decisive = record.output.logits.view(-1, 8, 64)[b, : done - P]
+                assert torch.equal(decisive, output.logits[P:done])
                 mine = record.step.block_tables[b : b + 1]
                 for one, other in zip(loop.caches, caches, strict=True):
                     for x, y in zip(rows_of(one, mine, done), rows_of(other, table, done), strict=True):
