@@ -168,8 +168,9 @@ def make(stack: str = "m3.1", layout: str = "quark", drafter: bool = False, seed
         return (torch.randn(*shape, generator=rng) * std).bfloat16()
 
     def matrix(prefix: str, n: int, k: int, stored: str) -> None:
-        # rows of several magnitudes, so that scales differ along N and from matrix to matrix
-        size = 2.0 ** torch.randint(-2, 3, (n, 1), generator=rng) * k**-0.5
+        # rows and matrices of several magnitudes, so that scales differ along N and from matrix to matrix
+        size = 2.0 ** torch.randint(-1, 2, (n, 1), generator=rng) * k**-0.5
+        size = size * 2.0 ** torch.randint(-1, 2, (), generator=rng)
         stored_matrix, tensors = STORE[stored](normal(n, k).float() * size)
         made.matrices[prefix] = stored_matrix
         made.tensors |= {f"{prefix}.{suffix}": tensor for suffix, tensor in tensors.items()}
