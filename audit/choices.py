@@ -2,9 +2,9 @@
 
 Two arms that sum in another order may choose differently where the candidates are nearly equal. Such a flip
 is *explained* if the gap between what was chosen and what was left out lies within that gap's own noise, as
-the floor arms show it; beyond the noise it is an error. What lies behind an explained flip is still judged: the
-float64 oracle is run again with the choice forced to the one the row made, and the row's error is measured
-against that. So a near tie does not drown a row, and nothing hides behind one.
+the floor arms show it; beyond the noise it is an error. What lies behind a flip is still judged: the float64
+oracle is run again with the choice forced to the one the row made, and the row's error is measured against
+that. So a near tie does not drown a row, and nothing hides behind one.
 """
 
 from __future__ import annotations

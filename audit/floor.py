@@ -1,9 +1,9 @@
 """Is an error normal? The fast arm's errors against those that legal orders of sums show on the same rows.
 
 The floor of an output is the largest error of any recorded row on any floor arm: the reference and its
-reordered forms, against the float64 oracle. Rounding hides most reorderings: on most rows the floor arms agree
-with the oracle to the bit, and now and then one rounding falls the other way. So a floor is never taken
-smaller than one such event (`walk.Comparison.event`): it may have missed the run's rows by chance.
+reordered forms, against the float64 oracle. Rounding hides most reorderings: on most rows the floor arms
+agree with the oracle to the bit, and now and then one rounding falls the other way. So a floor is never
+taken smaller than one such event (`walk.Comparison.event`): it may have missed the run's rows by chance.
 
 Two statistics are judged, each within `FACTOR` of its floor:
 
@@ -82,13 +82,13 @@ class Judged:
         found = []
         if self.beyond:
             found.append(
-                f"{self.place}: {self.beyond} of {self.rows} rows chose differently beyond the noise of the choice"
+                f"{self.place}: {self.beyond} of {self.rows} rows chose differently beyond the choice's noise"
                 f" (gap {self.gap_ratio:.3g} times the noise, limit {GAP_FACTOR:g}; {self.gap_at})"
             )
         if not self.ratio <= FACTOR:
             found.append(
-                f"{self.place}: {self.output}: the worst row's error {self.worst:.3g} is {self.ratio:.3g} times its"
-                f" floor (limit {FACTOR:g}; {self.at})"
+                f"{self.place}: {self.output}: the worst row's error {self.worst:.3g} is {self.ratio:.3g}"
+                f" times its floor (limit {FACTOR:g}; {self.at})"
             )
         elif not self.mean_ratio <= FACTOR:
             of = "" if self.expert is None else f" over the rows of expert {self.expert}"
@@ -129,7 +129,7 @@ class Ledger:
         noise: float = 0.0,
         experts: Tensor | None = None,
     ) -> None:
-        """Add the rows of one step; see `walk.Comparison` for the fields. errors: by arm, `fast` among them."""
+        """Add the rows of one step; fields as in `walk.Comparison`, errors by arm."""
         rows = self._rows.setdefault((place, output), _Rows())
         for arm in ("fast", *self.floor_arms):
             rows.errors.setdefault(arm, []).append(_floats(errors[arm]))

@@ -16,13 +16,12 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from torch import Tensor
 
 FlipClass = Literal["T0", "T1", "T2", "T3"]
 Floats = NDArray[np.float64]
 
-NOISE_SIGMAS = 4.0  # |D| of normal noise exceeds this once in 16,000 rows
+NOISE_SIZES = 4.0  # a normal change exceeds four times its root mean square once in 16,000 rows
 TO_SIGMA = 1.4826  # a normal distribution's sigma over its median absolute deviation
 
 
@@ -66,34 +65,48 @@ def robust_sigma(change: Floats) -> float:
     return float(TO_SIGMA * np.median(np.abs(change - np.median(change))))
 
 
+def size(change: Floats) -> float:
+    """Root mean square of the changes. 0 for an empty array, infinite if any is not finite.
+
+    Unlike the robust sigma it counts the rare large ones. On most rows rounding hides another order of
+    sums altogether, so that half the changes, and with them the robust sigma, are a last bit.
+    """
+    if not np.isfinite(change).all():
+        return math.inf
+    return float(np.sqrt(np.mean(np.square(change)))) if change.size else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Noise:
     """How much the margin changes under legal orders of sums.
 
-    sigma:     the largest robust sigma of the floor arms.
+    sigma:     the largest robust sigma of the floor arms. size: their largest root mean square.
     largest:   the largest change any floor arm showed on any of these rows. The distribution has a heavy
                tail: where an expert or a KV block is a near tie, the last bit decides it, and with it
                much more than the last bit.
-    mean:      the largest absolute winsorised mean of the floor arms.
+    changes:   all changes of all floor arms, ascending: the noise as it was measured.
     """
 
     sigma: float
+    size: float
     largest: float
-    mean: float
+    changes: Floats
 
     @property
     def limit(self) -> float:
         """A flip at a margin beyond this is no noise."""
-        return max(NOISE_SIGMAS * self.sigma, self.largest)
+        return max(NOISE_SIZES * self.size, self.largest)
 
 
 def noise_of(floor_changes: list[Floats]) -> Noise:
     """Noise from the margin changes of the floor arms, one array each, over the same rows."""
     finite = [change[np.isfinite(change)] for change in floor_changes]
+    together = np.sort(np.concatenate(finite)) if finite else np.zeros(0)
     return Noise(
         sigma=max((robust_sigma(change) for change in finite), default=0.0),
-        largest=max((float(np.abs(change).max()) for change in finite if change.size), default=0.0),
-        mean=max((abs(shift(change).mean) for change in finite if change.size), default=0.0),
+        size=max((size(change) for change in finite), default=0.0),
+        largest=float(np.abs(together).max()) if together.size else 0.0,
+        changes=together,
     )
 
 
@@ -139,8 +152,9 @@ def classify(gap: float, ulp: float, new_is_second: bool, noise: Noise) -> FlipC
     return "T2" if gap <= noise.limit and new_is_second else "T3"
 
 
-def expected_flips(gap: Floats, sigma: float) -> float:
-    """Flips that normal noise of this sigma would cause: the sum over rows of Phi(-g / sigma)."""
-    if sigma <= 0.0:
+def expected_flips(gap: Floats, noise: Noise) -> float:
+    """Flips that the measured noise would cause: the sum over rows of the share of changes D <= -g."""
+    if noise.changes.size == 0:
         return 0.0
-    return float(stats.norm.sf(gap / sigma).sum())
+    below = np.searchsorted(noise.changes, -gap, side="right")
+    return float(below.sum() / noise.changes.size)

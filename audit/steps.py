@@ -83,7 +83,7 @@ class VerifyStep:
         return len(self.places) * self.step.q_len
 
 
-@dataclass(slots=True)
+@dataclass
 class History:
     """One arm's own past of the requests that are decoded together: caches, and what its drafter has read.
 
@@ -117,12 +117,15 @@ class History:
         return [tuple(row) for row in self.proposer.propose(self.contexts, *at).drafts.tolist()]
 
     def fork(
-        self, assembly: Assembly, taps: tuple[int, ...] | None = None, proposer: Proposer | None = None
+        self, assembly: Assembly, taps: tuple[int, ...] | None = None, into: type[History] | None = None
     ) -> History:
-        """The same past in memory of its own, continued by another arm."""
-        return History(
+        """The same past in memory of its own, continued by another arm.
+
+        taps: the layers this arm taps, where they are not the same. into: a past that behaves otherwise.
+        """
+        return (into or History)(
             assembly,
-            proposer or self.proposer,
+            self.proposer,
             self.taps if taps is None else taps,
             [cache.clone() for cache in self.caches],
             copy.deepcopy(self.contexts),
@@ -151,6 +154,7 @@ class Session:
         max_context: int,
         stop: frozenset[int],
         seed: int,
+        prefill_rows: int = PREFILL_ROWS,
     ) -> None:
         """Prefill the prompts and draft their first block.
 
@@ -159,7 +163,7 @@ class Session:
         """
         device = reference.device
         self.block_size = attention_specs(reference.plan)[0].block_size
-        self.q_len = proposer.block + 1
+        self.q_len, self.prefill_rows = proposer.block + 1, prefill_rows
         self.widths, self.stop = tuple(widths), stop
         longest = max(len(prompt.ids) for _, prompt in prompts)
         # a page for every position a request may reach, and no more: the reference gathers whole tables
@@ -182,8 +186,8 @@ class Session:
 
     def _prefill(self, r: int, ids: Sequence[int]) -> int:
         history, device = self.history, self.history.assembly.device
-        for start in range(0, len(ids), PREFILL_ROWS):
-            chunk = torch.tensor([list(ids[start : start + PREFILL_ROWS])], device=device)
+        for start in range(0, len(ids), self.prefill_rows):
+            chunk = torch.tensor([list(ids[start : start + self.prefill_rows])], device=device)
             end = torch.tensor([start + chunk.shape[1]], dtype=torch.int32, device=device)
             output = history.run(Step.of(chunk, end, self.tables[r : r + 1], self.block_size))
             history.proposer.write_context(history.contexts[r], output.taps, start)

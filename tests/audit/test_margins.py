@@ -1,5 +1,7 @@
 """Flip classes, noise and bias of the margin."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +15,10 @@ from audit.margins import (
     noise_of,
     robust_sigma,
     shift,
+    size,
 )
 
-NOISE = Noise(sigma=0.05, largest=0.3, mean=0.001)
+NOISE = Noise(sigma=0.01, size=0.05, largest=0.3, changes=np.array([-0.3, 0.0, 0.1]))
 ULP = 2.0**-20
 
 
@@ -34,9 +37,9 @@ def test_classes(gap, second, want) -> None:
     assert classify(gap, ULP, second, NOISE) == want
 
 
-def test_the_limit_is_four_sigma_or_the_largest_seen() -> None:
+def test_the_limit_is_four_sizes_or_the_largest_seen() -> None:
     assert NOISE.limit == 0.3
-    assert Noise(sigma=0.1, largest=0.3, mean=0.0).limit == pytest.approx(0.4)
+    assert replace(NOISE, size=0.1).limit == pytest.approx(0.4)
 
 
 def test_margins_take_the_lowest_id_on_a_tie_and_no_padded_column() -> None:
@@ -72,7 +75,17 @@ def test_a_small_bias_shows_where_no_row_flips() -> None:
     assert shift(np.zeros(10)).sigmas == 0.0
 
 
-def test_expected_flips_follow_the_normal_law() -> None:
-    assert expected_flips(np.zeros(10), 0.1) == pytest.approx(5.0)
-    assert expected_flips(np.array([0.1]), 0.1) == pytest.approx(0.158655, rel=1e-4)
-    assert expected_flips(np.zeros(10), 0.0) == 0.0
+def test_expected_flips_follow_the_measured_noise() -> None:
+    # a margin of 0 flips under two of the three changes, one of 0.3 under one, a larger one under none
+    assert expected_flips(np.array([0.0]), NOISE) == pytest.approx(2 / 3)
+    assert expected_flips(np.array([0.0, 0.3, 0.31]), NOISE) == pytest.approx(1.0)
+    assert expected_flips(np.array([0.0]), noise_of([])) == 0.0
+
+
+def test_size_counts_rare_large_changes_and_never_hides_a_nan() -> None:
+    change = np.zeros(100)
+    change[7] = 1.0
+    assert robust_sigma(change) == 0.0
+    assert size(change) == pytest.approx(0.1)
+    change[3] = float("nan")
+    assert size(change) == float("inf")

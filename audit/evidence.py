@@ -1,0 +1,251 @@
+"""Gathering evidence: every prompt's verify steps through every mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from audit.arms import Arms
+from audit.floor import Ledger, RowAt
+from audit.steps import PREFILL_ROWS, Prompt, Schedule, Session, VerifyStep, groups
+from audit.walk import Blemish, walk_slots
+from audit.whole import (
+    Candidate,
+    Drafts,
+    Forced,
+    Logits,
+    accepted_rows,
+    record_taps,
+    shadow,
+    whole_floor,
+)
+from audit.written import poisoned
+from mono.deployment import Deployment
+from mono.dspark.drafter import Proposer
+from mono.layers import AnyWeights, head, moe
+from mono.plan import Plan
+
+Mode = Literal["local", "shadow", "forced"]
+MODES: tuple[Mode, ...] = ("local", "shadow", "forced")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is audited: a model, how it is deployed, and what drafts for it.
+
+    name: for the report. stop: tokens that end a text.
+    """
+
+    name: str
+    plan: Plan
+    weights: Sequence[AnyWeights]
+    deployment: Deployment
+    proposer: Proposer
+    stop: frozenset[int]
+
+    @property
+    def vocab(self) -> int:
+        """True tokens."""
+        spec = self.plan.slots[-1].spec
+        assert isinstance(spec, head.Spec)  # a plan ends in a head
+        return spec.vocab
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Everything a run saw. A verdict is a function of this and of nothing else.
+
+    local, whole:   row errors by slot, and of taps and caches. blemishes: with the place of each.
+    shadow, forced: logits and acceptance. drafts: blocks of each arm's own drafter.
+    widths:         verify steps by the width they ran at.
+    prompts:        verify steps by prompt.
+    accepted:       verify steps by the reference's accepted length.
+    rejected_then:  steps whose predecessor rejected a draft: the only ones that can show a kept key.
+    rows, rows_selecting:  rows that are no padding, and those with more keys than a selection keeps.
+    """
+
+    subject: Subject
+    fast_slots: tuple[str, ...]
+    reference_slots: tuple[str, ...]
+    modes: tuple[Mode, ...]
+    local: Ledger
+    whole: Ledger
+    shadow: Logits = field(default_factory=Logits)
+    forced: Logits = field(default_factory=Logits)
+    drafts: Drafts = field(default_factory=Drafts)
+    blemishes: list[tuple[str, str, RowAt | None]] = field(default_factory=list)
+    widths: Counter[int] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    rejected_then: int = 0
+    rows: int = 0
+    rows_selecting: int = 0
+    longest: int = 0
+
+    @property
+    def logits(self) -> tuple[tuple[Mode, Logits], ...]:
+        """The modes that compare logits, and what they saw."""
+        return ("shadow", self.shadow), ("forced", self.forced)
+
+    @property
+    def steps(self) -> int:
+        """Verify steps: one request's verify is one."""
+        return sum(self.prompts.values())
+
+    @property
+    def experts_missed(self) -> dict[str, int]:
+        """Experts of each audited MoE slot that no row chose."""
+        missed = {}
+        for slot in self.subject.plan.slots:
+            if isinstance(slot.spec, moe.Spec) and str(slot) in self.local.places:
+                chosen = self.local.expert_rows(str(slot))
+                missed[str(slot)] = slot.spec.experts - len(chosen)
+        return {place: count for place, count in missed.items() if count}
+
+
+OnStep = Callable[[int, int], None]
+
+
+def gather(
+    subject: Subject,
+    candidate: Candidate,
+    prompts: Sequence[Prompt],
+    schedule: Schedule,
+    modes: Sequence[Mode] = MODES,
+    seed: int = 0,
+    on_step: OnStep = lambda done, wanted: None,
+    prefill_rows: int = PREFILL_ROWS,
+) -> Evidence:
+    """Decode `prompts` on the reference and hold every arm against it, until enough verify steps are seen.
+
+    on_step: is told the number of verify steps done and wanted.
+    """
+    deployment, plan = subject.deployment, subject.plan
+    arms = Arms.of(plan, subject.weights, deployment, candidate.assembly)
+    names = [str(slot) for slot in plan.slots]
+    sides = candidate.assembly.sides
+    evidence = Evidence(
+        subject=subject,
+        fast_slots=tuple(n for n, side in zip(names, sides, strict=True) if side == "fast"),
+        reference_slots=tuple(n for n, side in zip(names, sides, strict=True) if side == "reference"),
+        modes=tuple(mode for mode in MODES if mode in modes),
+        local=Ledger(arms.floor_arms),
+        whole=Ledger(whole_floor(arms)),
+    )
+    for which, depth in groups(deployment.widths, deployment.q_len, len(prompts), schedule):
+        if evidence.steps >= schedule.steps:
+            break
+        session = Session(
+            arms.reference,
+            subject.proposer,
+            [(number, prompts[number]) for number in which],
+            deployment.widths,
+            deployment.max_context,
+            subject.stop,
+            seed + which.start,
+            prefill_rows,
+        )
+        for _ in range(depth):
+            if (step := session.next()) is not None:
+                session.commit(step, session.history.run(step.step))
+        _audit_session(evidence, arms, candidate, session, prompts, schedule, on_step)
+    return evidence
+
+
+def _audit_session(
+    evidence: Evidence,
+    arms: Arms,
+    candidate: Candidate,
+    session: Session,
+    prompts: Sequence[Prompt],
+    schedule: Schedule,
+    on_step: OnStep,
+) -> None:
+    modes, plan, vocab = evidence.modes, evidence.subject.plan, evidence.subject.vocab
+    names = [str(slot) for slot in plan.slots]
+    attention = names[1:-1:2]
+    history, taps = session.history, session.history.taps
+    scratch = [cache.clone() for cache in history.caches]
+    forced = Forced(arms, candidate, session) if "forced" in modes else None
+    rejected: set[int] = set()  # prompts whose last step rejected a draft
+    for _ in range(schedule.rounds):
+        step = session.next()
+        if step is None or evidence.steps >= schedule.steps:
+            return
+        at = rows_of(step, prompts)
+        poisoned(history.caches, step.step)
+        whole = shadow(arms, candidate, step, history.caches, scratch, taps) if "shadow" in modes else None
+        if "local" in modes:
+            local = walk_slots(arms, step, history.caches, scratch, taps)
+            output = local.output
+            for seen in local.comparisons:
+                evidence.local.add(
+                    names[seen.slot],
+                    seen.output,
+                    seen.errors,
+                    seen.event,
+                    at,
+                    seen.behind,
+                    seen.gap,
+                    seen.noise,
+                    seen.experts,
+                )
+            evidence.blemishes += [_placed(names, blemish, at) for blemish in local.blemishes]
+        else:
+            output = history.run(step.step)
+        own = forced.run(step) if forced is not None else None
+        committed = session.commit(
+            step, output, [(forced.histories[a], own[a]) for a in own] if forced and own else ()
+        )
+        rows = accepted_rows(step, committed)
+        if whole is not None:
+            evidence.shadow.add(step, at, vocab, output, whole)
+            record_taps(evidence.whole, "shadow", taps, rows, at, output, whole)
+        if forced is not None and own is not None:
+            evidence.forced.add(step, at, vocab, output, own)
+            record_taps(evidence.whole, "forced", taps, rows, at, output, own)
+            forced.record_caches(evidence.whole, attention, rows, at, step, history.caches)
+            if session.requests:
+                blocks = [request.drafts for request in session.requests]
+                evidence.drafts.add(blocks, forced.draft(session))
+        _count(evidence, step, committed.accepted, prompts, rejected)
+        on_step(evidence.steps, schedule.steps)
+
+
+def _count(
+    evidence: Evidence,
+    step: VerifyStep,
+    accepted: Sequence[int],
+    prompts: Sequence[Prompt],
+    rejected: set[int],
+) -> None:
+    keys = evidence.subject.plan.keys_before_selection
+    visible = step.step.visible[: step.rows]
+    evidence.rows += step.rows
+    evidence.rows_selecting += int((visible > keys).sum())
+    evidence.longest = max(evidence.longest, int(visible.max()))
+    for place, count in zip(step.places, accepted, strict=True):
+        evidence.widths[step.width] += 1
+        evidence.prompts[prompts[place.prompt].name] += 1
+        evidence.accepted[count] += 1
+        evidence.rejected_then += place.prompt in rejected
+        if count < len(place.drafts):
+            rejected.add(place.prompt)
+        else:
+            rejected.discard(place.prompt)
+
+
+def rows_of(step: VerifyStep, prompts: Sequence[Prompt]) -> list[RowAt]:
+    """Where each row of a step comes from, padding left out."""
+    q = step.step.q_len
+    return [
+        RowAt(prompts[place.prompt].name, place.position + row, row, step.width)
+        for place in step.places
+        for row in range(q)
+    ]
+
+
+def _placed(names: Sequence[str], blemish: Blemish, at: Sequence[RowAt]) -> tuple[str, str, RowAt | None]:
+    return names[blemish.slot], blemish.what, None if blemish.row is None else at[blemish.row]
