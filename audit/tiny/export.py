@@ -2,10 +2,10 @@
 
     python -m audit.tiny.export --weights DIR --name m3.1 --drafter 400 --to audit/tiny/m3.1
 
-Routed experts are MXFP4; attention, indexer, dense MLP, shared experts and the drafter's linears MXFP8; the router
-and its correction bias fp32; all else bf16. `quantization_config` is Quark's, as of a checkpoint whose excluded layers
-keep the MXFP8 of the release: its body speaks of the experts, its `exclude` of everything else, and `mxfp8` of the
-excluded linears.
+Routed experts are MXFP4; attention, indexer, dense MLP, shared experts and the drafter's linears MXFP8; the
+router and its correction bias fp32; all else bf16. `quantization_config` is Quark's, as of a checkpoint whose
+excluded layers keep the MXFP8 of the release: its body speaks of the experts, its `exclude` of everything
+else, and `mxfp8` of the excluded linears.
 """
 
 import argparse
@@ -185,12 +185,14 @@ def target_tensors(target: Target) -> dict[str, Tensor]:
         for name in names:
             made |= _mxfp8(f"{at}.self_attn.{name}_proj", getattr(layer.self_attn, f"{name}_proj").weight)
             if name not in ("v", "o"):
-                made[f"{at}.self_attn.{name}_norm.weight"] = getattr(layer.self_attn, f"{name}_norm").bfloat16()
-        if layer.dense:
+                made[f"{at}.self_attn.{name}_norm.weight"] = getattr(
+                    layer.self_attn, f"{name}_norm"
+                ).bfloat16()
+        if isinstance(layer.mlp, Experts):
+            made |= _experts(f"{at}.block_sparse_moe", layer.mlp)
+        else:
             for name in ("gate_proj", "up_proj", "down_proj"):
                 made |= _mxfp8(f"{at}.mlp.{name}", getattr(layer.mlp, name).weight)
-        else:
-            made |= _experts(f"{at}.block_sparse_moe", layer.mlp)
     made["language_model.model.norm.weight"] = target.norm.bfloat16()
     made["language_model.lm_head.weight"] = target.head.bfloat16()
     return made
@@ -198,7 +200,7 @@ def target_tensors(target: Target) -> dict[str, Tensor]:
 
 def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """Stored tensors of the drafter by the field's names."""
-    made = {
+    plain: dict[str, Tensor] = {
         "fc.weight": drafter.fc,
         "hidden_norm.weight": drafter.hidden_norm,
         "final_norm.weight": drafter.final_norm,
@@ -207,7 +209,7 @@ def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
         "confidence_head.proj.weight": drafter.confidence,
         "confidence_head.proj.bias": drafter.confidence_bias,
     }
-    made = {name: value.bfloat16() for name, value in made.items()}
+    made = {name: value.bfloat16() for name, value in plain.items()}
     for number, layer in enumerate(drafter.layers):
         at = f"layers.{number}.decoder_layer"
         for norm in ("input_layernorm", "post_attention_layernorm"):

@@ -19,7 +19,9 @@ class Decoded:
     """What decoding gave for a list of prompts, in their order."""
 
     tokens: list[list[int]] = field(default_factory=list)  # per prompt, its EOS included
-    margins: list[float] = field(default_factory=list)  # top-1 minus top-2, of every token emitted by plain decoding
+    margins: list[float] = field(
+        default_factory=list
+    )  # top-1 minus top-2, of every token emitted by plain decoding
     accepted: Counter[int] = field(default_factory=Counter)  # verify steps by accepted drafts, cut at EOS
     steps: int = 0  # verify steps, one request each
     emitted: int = 0  # tokens they emitted
@@ -50,9 +52,16 @@ class Decoded:
 
 
 def _prefill(
-    target: Target, drafter: Drafter | None, prompts: Sequence[Prompt], longest: int, device: torch.device, recent: bool
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    longest: int,
+    device: torch.device,
+    recent: bool,
 ) -> tuple[Tensor, Tensor, list[Cache], list[tuple[Tensor, Tensor]]]:
-    """Last-row logits [B, V], lengths [B], the target's caches, the drafter's context with room for decoding."""
+    """Last-row logits [B, V], lengths [B], the target's caches, the drafter's context with room for
+    decoding.
+    """
     shape = target.shape
     lengths = torch.tensor([len(p.ids) for p in prompts])
     width = int(lengths.max())
@@ -63,10 +72,9 @@ def _prefill(
     ids, lengths = ids.to(device), lengths.to(device)
     caches = Cache.empty(shape, len(prompts), capacity, device)
     size = (len(prompts), capacity, shape.kv_heads, shape.head_dim)
-    context = [] if drafter is None else [
-        (torch.zeros(size, device=device, dtype=torch.bfloat16), torch.zeros(size, device=device, dtype=torch.bfloat16))
-        for _ in drafter.layers
-    ]  # fmt: skip
+    layers = 0 if drafter is None else len(drafter.layers)
+    empty = torch.zeros(size, device=device, dtype=torch.bfloat16)
+    context = [(empty.clone(), empty.clone()) for _ in range(layers)]
     rows = []
     for start in range(0, len(prompts), 32):
         part = slice(start, start + 32)
@@ -109,7 +117,10 @@ def plain(
 def speculative(
     target: Target, drafter: Drafter, prompts: Sequence[Prompt], device: torch.device, longest: int = 256
 ) -> Decoded:
-    """Greedy decoding with a fixed verify of all drafts: accept while they equal the target's top-1, then its own token."""
+    """Greedy decoding with a fixed verify of all drafts:
+
+    accept while they equal the target's top-1, then its own token.
+    """
     gamma = target.shape.draft_len
     logits, at, caches, context = _prefill(target, drafter, prompts, longest, device, recent=False)
     anchor = logits.argmax(-1)

@@ -6,9 +6,9 @@ A problem is a plan (a start, one or two events, a question) with numbers put in
     Answer: So we get 4 * 23 = 4 * 20 + 4 * 3 = 80 + 12 = 92 shells. Next, Mia has 92 - 12 = 80. Nice!
     #### 80
 
-The plan and the numbers decide the answer; the words are drawn with equal weights, so that a model of the text is
-sure of every digit and torn at the words. Training and test problems are disjoint by construction: the CRC-32 of
-plan and numbers, not of the wording, puts one problem in sixteen into the test part.
+The plan and the numbers decide the answer; the words are drawn with equal weights, so that a model of the
+text is sure of every digit and torn at the words. Training and test problems are disjoint by construction:
+the CRC-32 of plan and numbers, not of the wording, puts one problem in sixteen into the test part.
 
 Everything here is a pure function of its seed.
 """
@@ -29,16 +29,24 @@ T = TypeVar("T")
 TEST_SHARE = 16  # one combination of plan and numbers in this many is a test problem
 LARGEST = 999  # no number in a problem or its working is larger
 
-SHE = ("Mia Ana Eve Ida Zoe Lena Nora Ruth Sara Tina Vera Wanda Ella Fay Gina Hana Iris June Kate Lucy Maya Nina "
-       "Olga Rosa").split()  # fmt: skip
-HE = ("Tom Ben Max Leo Sam Jon Adam Carl Dan Emil Finn Gus Hugo Ivan Jack Karl Luis Mark Noah Otto Paul Rob Theo "
-      "Yuri").split()  # fmt: skip
+SHE = (
+    "Mia", "Ana", "Eve", "Ida", "Zoe", "Lena", "Nora", "Ruth", "Sara", "Tina", "Vera", "Wanda", "Ella",
+    "Fay", "Gina", "Hana", "Iris", "June", "Kate", "Lucy", "Maya", "Nina", "Olga", "Rosa",
+)  # fmt: skip
+HE = (
+    "Tom", "Ben", "Max", "Leo", "Sam", "Jon", "Adam", "Carl", "Dan", "Emil", "Finn", "Gus", "Hugo", "Ivan",
+    "Jack", "Karl", "Luis", "Mark", "Noah", "Otto", "Paul", "Rob", "Theo", "Yuri",
+)  # fmt: skip
 OBJECTS = (
-    "apples balls beads bells books boxes bricks brooms buttons cakes candles cards coins combs cookies cups dolls "
-    "drums eggs fans flags forks hats jars kites knots lamps leaves lemons maps masks mugs nails nuts pears pens "
-    "pins plums rings ropes shells shirts spoons stamps stones tickets tiles toys vases wheels"
-).split()
-COLOURS = "red blue green white black yellow".split()
+    "apples", "balls", "beads", "bells", "books", "boxes", "bricks", "brooms", "buttons", "cakes",
+    "candles", "cards", "coins", "combs", "cookies", "cups", "dolls", "drums", "eggs", "fans", "flags",
+    "forks", "hats", "jars", "kites", "knots", "lamps", "leaves", "lemons", "maps", "masks", "mugs",
+    "nails", "nuts", "pears", "pens", "pins", "plums", "rings", "ropes", "shells", "shirts", "spoons",
+    "stamps", "stones", "tickets", "tiles", "toys", "vases", "wheels",
+)  # fmt: skip
+COLOURS = (
+    "red", "blue", "green", "white", "black", "yellow",
+)  # fmt: skip
 HOLDS = ("has", "owns", "keeps", "stores")
 CASES = ("boxes", "crates", "bags", "packs", "trays")
 TIMES = ("Then", "Later", "One day", "After lunch", "Soon", "In May")
@@ -71,7 +79,10 @@ PLANS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One worked problem. `question` ends in a newline, `worked` begins with a space and ends in `#### n` and a newline."""
+    """One worked problem.
+
+    `question` ends in a newline, `worked` begins with a space and ends in `#### n` and a newline.
+    """
 
     plan: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -247,7 +258,9 @@ def _put_in_words(rng: Random, plan: tuple[str, ...], numbers: tuple[int, ...]) 
         said.append(f"How many {thing} does {name} have {_one(rng, ENDINGS)}?")
     elif end == "share":
         count = next(left)
-        said.append(f"{name} {_one(rng, SPLITS)} them to {count} {_one(rng, GROUPS)}. How many does each get?")
+        said.append(
+            f"{name} {_one(rng, SPLITS)} them to {count} {_one(rng, GROUPS)}. How many does each get?"
+        )
         working.append((f"{value} / {count} = {value // count}", thing))
         value //= count
     elif end == "price":
@@ -318,7 +331,9 @@ def _prompt(rng: Random, shots: int, cut: Callable[[str], str] | None = None) ->
 
 
 def _prompts(seed: int, kind: str) -> Iterator[Random]:
-    """One generator per prompt, so that the first n prompts of a set are the same however many are asked for."""
+    """One generator per prompt, so that the first n prompts of a set are the same however many are asked
+    for.
+    """
     index = 0
     while True:
         yield Random(f"{kind} prompt {index} of seed {seed}")
@@ -343,11 +358,15 @@ def long_prompts(count: int, seed: int = 0, longest: int = 1500) -> list[Prompt]
 
 
 def open_prompts(count: int, seed: int = 0) -> list[Prompt]:
-    """Held-out questions cut at a random byte after two worked training problems: many continuations are right."""
+    """Held-out questions cut at a random byte after two worked training problems:
+
+    many continuations are right.
+    """
 
     def cut(rng: Random) -> Callable[[str], str]:
         return lambda question: question[: _between(rng, len("Question: "), len(question) - 1)]
 
     return [
-        _prompt(rng, shots=2, cut=cut(rng)) for rng, _ in zip(_prompts(seed, "open"), range(count), strict=False)
+        _prompt(rng, shots=2, cut=cut(rng))
+        for rng, _ in zip(_prompts(seed, "open"), range(count), strict=False)
     ]

@@ -1,7 +1,7 @@
 """Fake quantisation: the value a tensor has after a trip through a stored format, as fp32.
 
-Training and its measurements need only values, on any device and in bulk; the bytes themselves are written with
-`mono.formats`, and `tests/audit/test_rounding.py` holds the two together.
+Training and its measurements need only values, on any device and in bulk; the bytes themselves are written
+with `mono.formats`, and `tests/audit/test_embedded.py` holds the two together.
 """
 
 import torch
@@ -17,7 +17,10 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def per_row_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (as fp32 values) and scale amax/448 of each row; scale 1.0 for a row of zeros. [..., K] -> [..., K], [..., 1]."""
+    """Codes (as fp32 values) and scale amax/448 of each row;
+
+    scale 1.0 for a row of zeros. [..., K] -> [..., K], [..., 1].
+    """
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
@@ -25,7 +28,10 @@ def per_row_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp8(x: Tensor) -> Tensor:
-    """Values after MXFP8: e4m3 codes, one power of two ceil(log2(amax / 448)) to 32. [..., K] -> [..., K] fp32."""
+    """Values after MXFP8:
+
+    e4m3 codes, one power of two ceil(log2(amax / 448)) to 32. [..., K] -> [..., K] fp32.
+    """
     groups = x.float().unflatten(-1, (-1, 32))
     amax = groups.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(amax / E4M3_MAX)
@@ -37,7 +43,8 @@ def mxfp8(x: Tensor) -> Tensor:
 def mxfp4(x: Tensor) -> Tensor:
     """Values after MXFP4 with the "even" scale rule. [..., K] -> [..., K] fp32.
 
-    Scale: 0x200000 added to the bits of amax, mantissa dropped, exponent less 2. Codes: e2m1, ties to the even code.
+    Scale: 0x200000 added to the bits of amax, mantissa dropped, exponent less 2.
+    Codes: e2m1, ties to the even code.
     """
     groups = x.float().unflatten(-1, (-1, 32))
     amax = groups.abs().amax(-1, keepdim=True).contiguous()
@@ -54,6 +61,9 @@ def mxfp4(x: Tensor) -> Tensor:
 
 
 def heads_fp8(x: Tensor) -> Tensor:
-    """Values after the KV cache: e4m3 codes, one scale amax/448 per token and head. [..., D] -> [..., D] fp32."""
+    """Values after the KV cache:
+
+    e4m3 codes, one scale amax/448 per token and head. [..., D] -> [..., D] fp32.
+    """
     codes, scale = per_row_fp8(x)
     return codes * scale

@@ -1,7 +1,7 @@
 """Bytes as tokens: the vocabulary of the embedded checkpoints.
 
-A text is its UTF-8 bytes, ids 0..255. Four ids follow, then columns that exist only because the embedding and the
-head are padded to `ROWS` rows; no token has their ids and no decoder may emit them.
+A text is its UTF-8 bytes, ids 0..255. Four ids follow, then columns that exist only because the embedding and
+the head are padded to `ROWS` rows; no token has their ids and no decoder may emit them.
 """
 
 from collections.abc import Iterable

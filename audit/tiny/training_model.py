@@ -1,14 +1,17 @@
-"""The embedded models in the form they are trained in, and the same weights in the arithmetic they are stored for.
+"""The embedded models in the form they are trained in, and the same weights in the arithmetic they are stored
+for.
 
 Training form: fp32 weights, bf16 products, whole sequences, every expert computed and weighted by its route.
-Stored form (`store`): weights and activations pass through the formats of the checkpoint and of the default
-deployment, at the rounding points of `mono.reference`, with fp32 products. It serves whole sequences and, with a
-cache, decode steps of any number of rows. It is what the drafter is trained on and what the README's figures are
-measured with; the library's own reference arm is the judge of the stored checkpoint.
+Stored form (`stored`): weights and activations pass through the formats of the checkpoint and of the default
+deployment, at the rounding points of `mono.reference`, with fp32 products. It serves whole sequences and,
+with a cache, decode steps of any number of rows. It is what the drafter is trained on and what the README's
+figures are measured with; the library's own reference arm is the judge of the stored checkpoint.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +25,9 @@ from audit.tiny.tokens import NOISE, ROWS, TOKENS
 class Shape:
     """Sizes and constants of one target and its drafter; all of them end up in the two `config.json`."""
 
-    full_attention_layers: int  # 0: M3.1, every layer sparse. 3: M3, a prefix of full attention without indexer
+    full_attention_layers: (
+        int  # 0: M3.1, every layer sparse. 3: M3, a prefix of full attention without indexer
+    )
     hidden: int = 256
     layers: int = 8
     heads: int = 8
@@ -60,7 +65,10 @@ def gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turns(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """cos and sin of every rotary angle, in float64, rounded once to fp32. [B, T] -> two of [B, T, 1, rotary/2]."""
+    """cos and sin of every rotary angle, in float64, rounded once to fp32.
+
+    [B, T] -> two of [B, T, 1, rotary/2].
+    """
     half = shape.rotary // 2
     rate = shape.theta ** (-torch.arange(half, device=positions.device, dtype=torch.float64) / half)
     angle = positions.double()[..., None, None] * rate
@@ -84,6 +92,8 @@ def swiglu(gate: Tensor, up: Tensor, shape: Shape) -> Tensor:
 
 class Linear(nn.Module):
     """y = x W^T. Trained in bf16; stored as MXFP8 and served as PTPC FP8 (`ptpc`) or as it is (`mxfp8`)."""
+
+    scale: Tensor
 
     def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
         super().__init__()
@@ -144,7 +154,6 @@ class Attention(nn.Module):
         self.index_k_proj = Linear(h, d)
         self.q_norm, self.k_norm = norm_weight(d), norm_weight(d)
         self.index_q_norm, self.index_k_norm = norm_weight(d), norm_weight(d)
-        self.stored = False
 
     def head(self, x: Tensor, weight: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Split, normalise and rotate heads. [B, T, heads * D] -> [B, heads, T, D] bf16."""
@@ -152,14 +161,22 @@ class Attention(nn.Module):
         return rope(gemma(x, weight, self.shape.eps), turn).bfloat16().transpose(1, 2)
 
     def block_scores(self, index_q: Tensor, index_k: Tensor, rows: Tensor) -> Tensor:
-        """Largest q . k of each KV block, -inf where no key is visible. [B, G, Q, D], [B, S, D], [B, Q] -> [B, G, Q, S/16]."""
+        """Largest q .
+
+        k of each KV block, -inf where no key is visible. [B, G, Q, D], [B, S, D], [B, Q] -> [B, G, Q,
+        S/16].
+        """
         dots = index_q.float() @ index_k.float().transpose(-1, -2)[:, None]
         keys = torch.arange(index_k.shape[1], device=dots.device)
         dots = dots.masked_fill(keys > rows[:, None, :, None], float("-inf"))
-        return dots.unflatten(-1, (-1, self.shape.kv_block)).amax(-1)
+        scores: Tensor = dots.unflatten(-1, (-1, self.shape.kv_block)).amax(-1)
+        return scores
 
     def select(self, scores: Tensor, rows: Tensor) -> Tensor:
-        """Which KV blocks a row attends to: its own and the best others. [B, G, Q, S/16] -> bool of that shape."""
+        """Which KV blocks a row attends to:
+
+        its own and the best others. [B, G, Q, S/16] -> bool of that shape.
+        """
         blocks = torch.arange(scores.shape[-1], device=scores.device)
         own = (rows // self.shape.kv_block)[:, None, :, None]
         scores = scores.masked_fill(blocks == own, float("inf"))
@@ -173,7 +190,9 @@ class Attention(nn.Module):
         return ((age >= 0) & (age < self.shape.kv_blocks)).expand_as(scores)
 
     def indexer_loss(self, q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, rows: Tensor) -> Tensor:
-        """Cross-entropy of the indexer's block weights with full attention's, own block left out, on `rows` [R]."""
+        """Cross-entropy of the indexer's block weights with full attention's, own block left out, on `rows`
+        [R].
+        """
         batch, _, length, d = q.shape
         groups, size = self.shape.kv_heads, self.shape.kv_block
         at = rows.expand(batch, -1)
@@ -186,7 +205,8 @@ class Attention(nn.Module):
             mass = dots.softmax(-1).mean(2).unflatten(-1, (-1, size)).sum(-1) * remote
         scores = self.block_scores(index_q[:, :, rows], index_k[:, 0], at) * d**-0.5
         student = scores.masked_fill(~remote, -1e9).log_softmax(-1)
-        return -(mass * student).sum(-1).mean()
+        loss: Tensor = -(mass * student).sum(-1).mean()
+        return loss
 
     def forward(
         self,
@@ -247,7 +267,8 @@ class Attention(nn.Module):
         dots = q.unflatten(1, (groups, -1)).flatten(2, 3) @ k.transpose(-1, -2) * d**-0.5
         dots = dots.unflatten(2, (-1, x.shape[1])).masked_fill(~mask[:, :, None], float("-inf"))
         out = (dots.softmax(-1).flatten(2, 3) @ v).unflatten(2, (-1, x.shape[1]))  # [B, G, N/G, Q, D]
-        return self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2).bfloat16())
+        projected: Tensor = self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2).bfloat16())
+        return projected
 
 
 class DenseMlp(nn.Module):
@@ -258,11 +279,14 @@ class DenseMlp(nn.Module):
         self.down_proj = Linear(width, shape.hidden, 0.005)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.shape).bfloat16())
+        down: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.shape).bfloat16())
+        return down
 
 
 class Experts(nn.Module):
     """Routed experts 0..E-1 and the shared one, number E, always chosen with weight 1."""
+
+    bias: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -302,7 +326,9 @@ class Experts(nn.Module):
         if self.stored:
             flat32 = rounding.mxfp8(flat)
             gate, up = F.linear(flat32, self.w1.flatten(0, 1)), F.linear(flat32, self.w3.flatten(0, 1))
-            middle = rounding.mxfp8(swiglu(gate, up, self.shape).bfloat16()).unflatten(-1, weight.shape[-1:] + (-1,))
+            middle = rounding.mxfp8(swiglu(gate, up, self.shape).bfloat16()).unflatten(
+                -1, (*weight.shape[-1:], -1)
+            )
             down = torch.bmm(middle.transpose(0, 1), self.w2.transpose(-1, -2))  # [E + 1, T, H]
             out = (down * weight.T[..., None]).sum(0).bfloat16()
             return out.view_as(x), load
@@ -318,12 +344,17 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.shape = shape
         self.dense = layer < shape.dense_layers
-        self.input_layernorm, self.post_attention_layernorm = norm_weight(shape.hidden), norm_weight(shape.hidden)
+        self.input_layernorm = norm_weight(shape.hidden)
+        self.post_attention_layernorm = norm_weight(shape.hidden)
         self.self_attn = Attention(shape)
+        self.mlp: DenseMlp | Experts
         self.mlp = DenseMlp(shape, shape.dense_width) if self.dense else Experts(shape)
 
     def ffn(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The feed-forward half on the unrounded stream; returns the stream after it, bf16, and expert loads."""
+        """The feed-forward half on the unrounded stream;
+
+        returns the stream after it, bf16, and expert loads.
+        """
         x = gemma(total, self.post_attention_layernorm, self.shape.eps)
         load = torch.zeros(self.shape.experts, device=x.device)
         if self.dense:
@@ -340,13 +371,18 @@ class DecoderLayer(nn.Module):
         sparse: bool,
         index_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Training form. `total` [B, T, H] is residual + partial in fp32, the residual part rounded to bf16."""
+        """Training form.
+
+        `total` [B, T, H] is residual + partial in fp32, the residual part rounded to bf16.
+        """
         x = gemma(total, self.input_layernorm, self.shape.eps)
         out, loss = self.self_attn(x, positions, turn, sparse, index_rows)
         total, load = self.ffn(total.bfloat16().float() + out.float())
         return total, loss, load
 
-    def decode(self, total: Tensor, positions: Tensor, sparse: bool, cache: Cache | None, recent: bool) -> Tensor:
+    def decode(
+        self, total: Tensor, positions: Tensor, sparse: bool, cache: Cache | None, recent: bool
+    ) -> Tensor:
         x = gemma(total, self.input_layernorm, self.shape.eps)
         out = self.self_attn.decode(x, positions, sparse, cache, recent)
         return self.ffn(total.bfloat16().float() + out.float())[0]
@@ -362,11 +398,13 @@ class Trained:
 
 
 class Target(nn.Module):
+    layers: Sequence[DecoderLayer]  # a ModuleList
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.embed = nn.Parameter(torch.randn(ROWS, shape.hidden) * 0.02)
-        self.layers = nn.ModuleList(DecoderLayer(shape, layer) for layer in range(shape.layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape, layer) for layer in range(shape.layers))  # type: ignore[assignment]
         self.norm = norm_weight(shape.hidden)
         self.head = nn.Parameter(torch.randn(ROWS, shape.hidden) * 0.02)
 
@@ -381,7 +419,10 @@ class Target(nn.Module):
         return logits.masked_fill(no_token, float("-inf"))
 
     def forward(self, ids: Tensor, sparse: bool, index_rows: Tensor) -> Trained:
-        """Training form: ids [B, T]; `sparse` False is the dense phase, in which every layer's indexer learns."""
+        """Training form:
+
+        ids [B, T]; `sparse` False is the dense phase, in which every layer's indexer learns.
+        """
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         turn = turns(positions, self.shape)
         total = F.embedding(ids, self.embed).bfloat16().float()
@@ -399,7 +440,10 @@ class Target(nn.Module):
     def decode(
         self, ids: Tensor, positions: Tensor, caches: list[Cache] | None, recent: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Stored form: ids and positions [B, Q]. Returns the last stream [B, Q, H] fp32 and taps [B, Q, taps * H] bf16."""
+        """Stored form:
+
+        ids and positions [B, Q]. Returns the last stream [B, Q, H] fp32 and taps [B, Q, taps * H] bf16.
+        """
         total = F.embedding(ids, self.embed).float()
         taps = []
         for number, layer in enumerate(self.layers):
@@ -410,7 +454,10 @@ class Target(nn.Module):
         return total, torch.cat(taps, -1)
 
 
-def rounded_to_storage(model: nn.Module) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def rounded_to_storage(model: M) -> M:
     """A copy whose weights are what a checkpoint would hold before quantisation: bf16, the router fp32."""
     made = copy.deepcopy(model).requires_grad_(False)
     for name, value in made.named_parameters():
@@ -421,7 +468,7 @@ def rounded_to_storage(model: nn.Module) -> nn.Module:
 
 def stored(target: Target) -> Target:
     """A copy of `target` in the arithmetic of the stored checkpoint under the default deployment."""
-    made: Target = rounded_to_storage(target).eval()  # type: ignore[assignment]
+    made = rounded_to_storage(target).eval()
     for module in made.modules():
         if isinstance(module, Linear):
             module.store("ptpc")
@@ -455,12 +502,14 @@ class DrafterLayer(nn.Module):
     def forward(self, x: Tensor, anchors: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """x [B, A, 7, H] bf16, anchors [B, A] positions, context k and v [B, S, G, D] at positions 0..S-1."""
         shape = self.shape
-        batch, count, length, _ = x.shape
+        _, count, length, _ = x.shape
         groups, d = shape.kv_heads, shape.head_dim
         rows = anchors[..., None] + torch.arange(length, device=x.device)  # [B, A, 7]
         normed = gemma(x, self.input_layernorm, shape.eps).flatten(1, 2)
         q = self.q_proj(normed).unflatten(-1, (-1, d))
-        q = rope(gemma(q, self.q_norm, shape.eps), turns(rows.flatten(1), shape)).bfloat16()  # [B, A * 7, N, D]
+        q = rope(
+            gemma(q, self.q_norm, shape.eps), turns(rows.flatten(1), shape)
+        ).bfloat16()  # [B, A * 7, N, D]
         own_k, own_v = self.keys_values(normed, rows.flatten(1))  # [B, A * 7, G, D]
 
         q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)  # [B, G, N/G, A * 7, D]
@@ -480,11 +529,14 @@ class DrafterLayer(nn.Module):
 
         total = x.float() + self.o_proj(out).float()
         normed = gemma(total, self.post_attention_layernorm, shape.eps)
-        return (total.bfloat16().float() + self.mlp(normed).float()).bfloat16()
+        made: Tensor = (total.bfloat16().float() + self.mlp(normed).float()).bfloat16()
+        return made
 
 
 class Drafter(nn.Module):
     """Proposes 7 tokens after an anchor from the target's taps; embedding and head are the target's."""
+
+    layers: Sequence[DrafterLayer]  # a ModuleList
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -492,21 +544,26 @@ class Drafter(nn.Module):
         h, r = shape.hidden, shape.markov_rank
         self.fc = nn.Parameter(torch.randn(h, len(shape.taps) * h) * 0.02)
         self.hidden_norm, self.final_norm = norm_weight(h), norm_weight(h)
-        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.draft_layers))
+        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.draft_layers))  # type: ignore[assignment]
         self.markov_w1 = nn.Parameter(torch.randn(ROWS, r) * 0.1)
         self.markov_w2 = nn.Parameter(torch.randn(ROWS, r) * 0.02)
         self.confidence = nn.Parameter(torch.zeros(1, h + r))
         self.confidence_bias = nn.Parameter(torch.zeros(1))
 
     def context(self, taps: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer for rows of the target. [B, T, taps * H] bf16 -> [B, T, G, D] bf16 each."""
+        """Keys and values of every layer for rows of the target.
+
+        [B, T, taps * H] bf16 -> [B, T, G, D] bf16 each.
+        """
         x = gemma(F.linear(taps, self.fc.bfloat16()), self.hidden_norm, self.shape.eps)
         return [layer.keys_values(x, positions) for layer in self.layers]
 
     def block(
         self, target: Target, tokens: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, A, 7, H] bf16 and base logits [B, A, 7, ROWS] fp32 for anchor `tokens` [B, A] at `anchors`."""
+        """Hidden rows [B, A, 7, H] bf16 and base logits [B, A, 7, ROWS] fp32 for anchor `tokens` [B, A] at
+        `anchors`.
+        """
         ids = torch.full((*tokens.shape, self.shape.draft_len), NOISE, device=tokens.device)
         ids[..., 0] = tokens
         x = F.embedding(ids, target.embed).bfloat16()
@@ -517,7 +574,10 @@ class Drafter(nn.Module):
         return x, logits.masked_fill(torch.arange(ROWS, device=x.device) >= TOKENS, float("-inf"))
 
     def step(self, hidden: Tensor, base: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [..., ROWS] and the logit of the confidence [...] given the token before. hidden [..., H], base [..., ROWS]."""
+        """Logits [..., ROWS] and the logit of the confidence [...] given the token before.
+
+        hidden [..., H], base [..., ROWS].
+        """
         e = F.embedding(previous, self.markov_w1).bfloat16()
         logits = base + F.linear(e, self.markov_w2.bfloat16()).float()
         features = torch.cat([hidden, e], -1).float()
@@ -538,7 +598,7 @@ class Drafter(nn.Module):
 
 def stored_drafter(drafter: Drafter) -> Drafter:
     """A copy whose linears went through MXFP8 and all else through bf16."""
-    made: Drafter = rounded_to_storage(drafter).eval()  # type: ignore[assignment]
+    made = rounded_to_storage(drafter).eval()
     for module in made.modules():
         if isinstance(module, Linear):
             module.store("mxfp8")
