@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mono.fast import tiles
 from mono.fast.interpreter import interpret
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -21,11 +22,20 @@ ORDERS = [None, "reverse", 7]
 
 
 @contextlib.contextmanager
-def strict(device: torch.device | str = "cpu", order: int | str | None = None) -> Iterator[None]:
-    """Fresh memory is dirty; on the CPU, lanes that are off are poisoned, races and stray accesses raise."""
-    interpreted = torch.device(device).type == "cpu"
-    scope = interpret(poison=True, races=True, order=order) if interpreted else contextlib.nullcontext()
-    with mock.patch.object(torch, "empty", _dirty(torch.empty)), scope:
+def strict(
+    device: torch.device | str = "cpu", order: int | str | None = None, gpu_tiles: bool = False
+) -> Iterator[None]:
+    """Fresh memory is dirty; on the CPU, lanes that are off are poisoned, races and stray accesses raise.
+
+    gpu_tiles: launch with the tiles that a GPU gets, also on the CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "empty", _dirty(torch.empty)))
+        if torch.device(device).type == "cpu":
+            # not poisoned with tiles of one row: the interpreter takes a zero `other` of one element for none
+            stack.enter_context(interpret(poison=not gpu_tiles, races=True, order=order))
+        if gpu_tiles:
+            stack.enter_context(mock.patch.object(tiles, "device_class", return_value="gpu"))
         yield
 
 

@@ -159,7 +159,11 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     T, table = draw(st.sampled_from([1, 3, 8, 17, 32])), draw(st.integers(1, 19))
     H, F = 32 * draw(st.integers(1, 5)), 32 * draw(st.integers(1, 5))
     slots = draw(st.integers(1, min(table, 5)))
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    return case_of(T, table, H, F, slots, draw(st.sampled_from([1.0, 20.0])), draw(st.integers(0, 2**32 - 1)))
+
+
+def case_of(T: int, table: int, H: int, F: int, slots: int, size: float, seed: int) -> dict[str, Any]:
+    rng = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng)
@@ -167,9 +171,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     ids = torch.stack([torch.randperm(table, generator=rng)[:slots] for _ in range(T)]).int()
     ids[torch.rand(T, generator=rng) < 0.2] = -1
     return {
-        "x": mxfp8.quantise((randn(T, H) * draw(st.sampled_from([1.0, 20.0]))).bfloat16())
-        .dequantise()
-        .bfloat16(),
+        "x": mxfp8.quantise((randn(T, H) * size).bfloat16()).dequantise().bfloat16(),
         "gate_up": mxfp4.quantise(randn(table, 2 * F, H) * H**-0.5),
         "down": mxfp4.quantise(randn(table, H, F) * F**-0.5),
         "ids": ids,
@@ -188,10 +190,21 @@ def run(device: str, case: dict[str, Any], mxfp8_h: bool) -> tuple[Tensor, Tenso
 @on_devices
 @given(cases(), st.sampled_from(ORDERS))
 def test_every_stage_is_the_reference(device: str, case: dict[str, Any], order: int | str | None) -> None:
+    check_stages(device, case, order, gpu_tiles=False)
+
+
+@on_devices
+@pytest.mark.parametrize("gpu_tiles", [False, True])
+def test_many_tiles_are_one_product(device: str, gpu_tiles: bool) -> None:
+    """Several tiles of rows, experts, columns and K, the last of each cut off, with either device's tiles."""
+    check_stages(device, case_of(17, 9, 544, 288, 2, 1.0, 0), None, gpu_tiles)
+
+
+def check_stages(device: str, case: dict[str, Any], order: int | str | None, gpu_tiles: bool) -> None:
     """Each stage from the stage before it as the kernel left it, so that no rounding hides behind another."""
     ids, T = case["ids"], len(case["ids"])
     H, F = case["down"].shape[1:]
-    with strict(device, order):
+    with strict(device, order, gpu_tiles):
         h, y, out = run(device, case, mxfp8_h=False)
         rounded, _, _ = run(device, case, mxfp8_h=True)
     want_out = torch.zeros(T, H)

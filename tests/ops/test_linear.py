@@ -139,6 +139,22 @@ def test_no_width_loses_its_tail(device: str, K: int) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("gpu_tiles", [False, True])
+def test_many_tiles_are_one_product(device: str, gpu_tiles: bool) -> None:
+    """Several tiles of tokens, outputs and K, the last of each cut off, with either device's tiles."""
+    T, N, K = 17, 600, 1100
+    x, w = torch.randn(T, K).bfloat16(), torch.randn(N, K)
+    plain, matrix = Bf16(w.bfloat16()), ptpc_fp8.quantise_weight(w)
+    with strict(device, gpu_tiles=gpu_tiles):
+        logits = fast.bf16_linear(x.to(device), plain.to(device)).cpu()
+        y = fast.ptpc_linear(*fast.quantise_rows(x.to(device)), matrix.to(device)).cpu()
+    magnitude = x.abs().double() @ w.bfloat16().abs().double().T
+    want = x.double() @ w.bfloat16().double().T
+    assert ((logits.double() - want).abs() <= K * 2.0**-24 * magnitude).all()
+    close_sums(y, linear(x, matrix).double().numpy(), 1.1 * magnitude.numpy(), 2 * K)
+
+
+@on_devices
 def test_a_nan_row_or_channel_spoils_no_other(device: str) -> None:
     x = torch.randn(5, 64).bfloat16()
     matrix = ptpc_fp8.quantise_weight(torch.randn(20, 64))

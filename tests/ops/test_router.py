@@ -90,6 +90,20 @@ def test_fast_is_the_reference(device: str, shared: bool, case, order) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("gpu_tiles", [False, True])
+def test_many_tiles_and_parts_are_one_product(device: str, gpu_tiles: bool) -> None:
+    """Several tiles of rows and experts and parts of H, the last cut off, with either device's tiles."""
+    x, router, bias = torch.randn(17, 8300).bfloat16(), torch.randn(130, 8300) * 0.01, torch.rand(130)
+    with strict(device, gpu_tiles=gpu_tiles):
+        ids, weight, _ = fast_route(device, x, router, bias, 4, 2.0, torch.arange(17), False)
+    want_ids, want_weight = reference.route(x, router, bias, 4, 2.0)
+    ranked = -np.sort(-exact(x, router, bias)[1], 1)
+    assert (ranked[:, :4] - ranked[:, 1:5]).min() > 1e-5  # so the order of a sum settles nothing
+    assert torch.equal(ids.long(), want_ids)
+    torch.testing.assert_close(weight, want_weight, **CLOSE)
+
+
+@on_devices
 def test_a_bias_of_reduced_precision_would_choose_other_experts(device: str) -> None:
     """128 experts whose biases differ by less than bf16 can hold."""
     t, e = torch.arange(256)[:, None].double(), torch.arange(128)[None, :].double()

@@ -13,7 +13,20 @@ from torch import Tensor
 from mono.fast.ops import top1 as fast
 from mono.reference.ops import top1 as reference
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-149), 3.4e38, -3.4e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    -math.nan,
+    2.0**-149,
+    -(2.0**-149),
+    3.4e38,
+    -3.4e38,
+]
 
 
 @st.composite

@@ -30,9 +30,9 @@ def _embed_kernel(
 
     token = tl.load(tokens_ptr + t, mask=t < T, other=0)
     token = tl.minimum(tl.maximum(token, 0), vocab - 1)  # a padding row may carry any id
-    row = tl.load(table_ptr + token[:, None] * table_stride + h, mask=inside, other=0.0)
+    row = tl.load(table_ptr + token[:, None] * table_stride + h[None, :], mask=inside, other=0.0)
 
-    tl.store(out_ptr + t[:, None] * H + h, row, mask=inside)
+    tl.store(out_ptr + t[:, None] * H + h[None, :], row, mask=inside)
 
 
 def embed(tokens: Tensor, table: Tensor, vocab: int) -> Tensor:

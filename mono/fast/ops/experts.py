@@ -198,9 +198,9 @@ def _combine_kernel(
         live = tl.load(ids_ptr + pair, mask=t < T, other=-1) >= 0
         weight = tl.load(weight_ptr + pair, mask=live, other=0.0)
         inside = live[:, None] & (h < H)[None, :]
-        out += weight[:, None] * tl.load(y_ptr + pair[:, None] * H + h, mask=inside, other=0.0)
+        out += weight[:, None] * tl.load(y_ptr + pair[:, None] * H + h[None, :], mask=inside, other=0.0)
 
-    tl.store(out_ptr + t[:, None] * H + h, to_bf16(out), mask=(t < T)[:, None] & (h < H)[None, :])
+    tl.store(out_ptr + t[:, None] * H + h[None, :], to_bf16(out), mask=(t < T)[:, None] & (h < H)[None, :])
 
 
 def gate_up(

@@ -45,10 +45,10 @@ def _quantise_rows_kernel(
     k = tl.arange(0, BLOCK_K)
     inside = (row < T)[:, None] & (k < K)[None, :]
 
-    x = tl.load(x_ptr + row[:, None] * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     codes, scale = quantise_row(x)
 
-    tl.store(codes_ptr + row[:, None] * K + k, codes, mask=inside)
+    tl.store(codes_ptr + row[:, None] * K + k[None, :], codes, mask=inside)
     tl.store(scale_ptr + row, scale, mask=row < T)
 
 

@@ -39,9 +39,11 @@ def _absorb_norm_kernel(
     h = tl.arange(0, BLOCK_H)
     inside = (row < T)[:, None] & (h < H)[None, :]
 
-    total = tl.load(residual_ptr + row[:, None] * residual_stride + h, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(residual_ptr + row[:, None] * residual_stride + h[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if HAS_PARTIAL:
-        partial = tl.load(partial_ptr + row[:, None] * partial_stride + h, mask=inside, other=0.0)
+        partial = tl.load(partial_ptr + row[:, None] * partial_stride + h[None, :], mask=inside, other=0.0)
         total += partial.to(tl.float32)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
 
@@ -49,7 +51,7 @@ def _absorb_norm_kernel(
     mean_square = tl.sum(total * total, axis=1) / H
     x = total * tl.rsqrt(mean_square + eps)[:, None] * (1.0 + weight)[None, :]
 
-    out = row[:, None] * H + h
+    out = row[:, None] * H + h[None, :]
     tl.store(total_ptr + out, to_bf16(total), mask=inside)
     if PTPC:
         codes, scale = quantise_row(x)

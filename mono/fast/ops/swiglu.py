@@ -33,14 +33,14 @@ def _swiglu_ptpc_kernel(
     inside = (row < T)[:, None] & (f < F)[None, :]
     gate_row = gate_up_ptr + row[:, None] * gate_up_stride
 
-    gate = tl.load(gate_row + f, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_row + F + f, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_row + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_row + F + f[None, :], mask=inside, other=0.0).to(tl.float32)
 
     # lanes outside hold a zero gate, so zero, and do not move the row's amax
     act = to_bf16(swiglu_oai(gate, up, alpha, beta, limit))
     codes, scale = quantise_row(act.to(tl.float32))
 
-    tl.store(codes_ptr + row[:, None] * F + f, codes, mask=inside)
+    tl.store(codes_ptr + row[:, None] * F + f[None, :], codes, mask=inside)
     tl.store(scale_ptr + row, scale, mask=row < T)
 
 

@@ -48,7 +48,7 @@ def _tile_top1_kernel(
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (t < T)[:, None] & (v < vocab)[None, :]
 
-    logits = tl.load(logits_ptr + t[:, None] * logits_stride + v, mask=inside, other=0.0)
+    logits = tl.load(logits_ptr + t[:, None] * logits_stride + v[None, :], mask=inside, other=0.0)
     key = tl.where(inside, rank_key(logits, v[None, :]), NO_KEY)
 
     tl.store(key_ptr + t * tl.num_programs(1) + tl.program_id(1), tl.max(key, axis=1), mask=t < T)
@@ -67,7 +67,7 @@ def _best_tile_kernel(
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, BLOCK_TILES)
     inside = (t < T)[:, None] & (i < tiles)[None, :]
-    key = tl.load(key_ptr + t[:, None] * tiles + i, mask=inside, other=NO_KEY)
+    key = tl.load(key_ptr + t[:, None] * tiles + i[None, :], mask=inside, other=NO_KEY)
     tl.store(top1_ptr + t, key_index(tl.max(key, axis=1)).to(tl.int64), mask=t < T)
 
 
