@@ -205,8 +205,8 @@ def _audit_session(
             record_taps(evidence.whole, "shadow", taps, rows, at, output, whole)
         if forced is not None and own is not None:
             evidence.forced.add(step, at, vocab, output, own)
-            record_taps(evidence.whole, "forced", taps, rows, at, output, own)
             forced.record_caches(evidence.whole, attention, rows, at, step, history.caches)
+            record_taps(evidence.whole, "forced", taps, rows, at, output, own)
             if session.requests:
                 blocks = [request.drafts for request in session.requests]
                 evidence.drafts.add(blocks, forced.draft(session))

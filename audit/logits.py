@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audit.acceptance import StepAcceptance, Tally, tally
-from audit.bounds import Clustered, clustered, more_often
+from audit.bounds import Clustered, Interval, clustered, interval, more_often
 from audit.evidence import Evidence, Mode
 from audit.floor import FACTOR, RowAt
 from audit.margins import (
@@ -37,7 +37,8 @@ FEWEST_BY_CHANCE = 1e-4  # p-value below which a count above the floor arms' is 
 class JudgedLogits:
     """What one mode's logits amount to.
 
-    tally:       acceptance against the reference. classes: the fast arm's flips by class.
+    tally:       acceptance against the reference. classes: the fast arm's flips by class;
+                 agreement: two-sided interval of the share of rows without one.
     sigma, size: of the fast arm's margin changes, robust sigma and root mean square; noise: the floor arms'.
     expected:    flips the measured noise would cause. control_flips: flips of the floor arms, and their rows.
     divergent:   bound on steps with other emitted tokens, explained or not; unexplained: those whose
@@ -49,6 +50,7 @@ class JudgedLogits:
     mode: Mode
     tally: Tally
     classes: dict[FlipClass, int]
+    agreement: Interval
     flips: list[tuple[FlipClass, RowFlip]]
     sigma: float
     size: float
@@ -80,6 +82,7 @@ def judge_logits(mode: Mode, seen: Logits, evidence: Evidence) -> JudgedLogits:
         mode=mode,
         tally=tally([step for _, step in steps], evidence.subject.deployment.draft_len),
         classes=classes,
+        agreement=interval(len(seen.gaps) - len(flips), len(seen.gaps)),
         flips=flips,
         sigma=robust_sigma(change[np.isfinite(change)]),
         size=size(change),
@@ -135,7 +138,7 @@ def _logit_reasons(found: JudgedLogits, seen: Logits, rows: int) -> list[str]:
 
 
 def _class(flip: RowFlip, noise: Noise) -> FlipClass:
-    return classify(flip.gap, flip.ulp, flip.second, noise)
+    return classify(flip.gap, flip.ulp, noise)
 
 
 def _bound(steps: Sequence[tuple[RowAt, StepAcceptance]], events: Sequence[bool]) -> Clustered:

@@ -139,17 +139,19 @@ def shift(change: Floats) -> Shift:
     return Shift(float(pulled.mean()), float(pulled.std(ddof=1) / (0.9 * math.sqrt(change.size))))
 
 
-def classify(gap: float, ulp: float, new_is_second: bool, noise: Noise) -> FlipClass:
+def classify(gap: float, ulp: float, noise: Noise) -> FlipClass:
     """What kind of flip it is.
 
+    gap: the reference's logit of its own token minus that of the token it gave way to. Mostly that is the second
+         one; where several are nearly equal it may be a third, and then this is more than the margin.
     T0: an exact tie in the stored logits, so the tie rule decided. T1: a gap within one ulp of them.
-    T2: a gap within the measured noise, and the new token is the reference's second. T3: a real error.
+    T2: a gap within the measured noise. T3: a real error.
     """
     if gap == 0.0:
         return "T0"
     if gap <= ulp:
         return "T1"
-    return "T2" if gap <= noise.limit and new_is_second else "T3"
+    return "T2" if gap <= noise.limit else "T3"
 
 
 def expected_flips(gap: Floats, noise: Noise) -> float:

@@ -37,13 +37,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RowFlip:
-    """A row whose top-1 differs from the reference's. second: the new token is the reference's second."""
+    """A row whose top-1 differs from the reference's.
+
+    gap: the reference's logit of its own top-1 minus that of the other arm's. ulp: one step of the larger.
+    """
 
     at: RowAt
     place: Place
     gap: float
     ulp: float
-    second: bool
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class Logits:
         found = margins(reference.logits[:rows], vocab)
         self.gap.append(found.gap.cpu().numpy())
         own = reference.top1[:rows].tolist()
-        second, gap, ulp = found.second.tolist(), found.gap.tolist(), found.ulp.tolist()
+        ulp = found.ulp.tolist()
         for arm, output in others.items():
             logits = output.logits[:rows]
             self.change.setdefault(arm, []).append(margin_change(logits, found).cpu().numpy())
@@ -107,9 +109,8 @@ class Logits:
                         RowFlip(
                             at[row],
                             place_of(flip.row, acceptance.accepted),
-                            gap[row],
+                            float(reference.logits[row, own[row]] - reference.logits[row, theirs[row]]),
                             ulp[row],
-                            theirs[row] == second[row],
                         )
                     )
         finite = finite_rows(others["fast"].logits[:rows]) & finite_rows(reference.logits[:rows])

@@ -1,0 +1,168 @@
+"""Hold the fast arms against the reference over real decode steps. The exit code is the verdict.
+
+    python -m audit.compare                                  the embedded M3.1, its own prompts
+    python -m audit.compare --checkpoint all --steps 320 --budget 0.01 --device cuda
+    python -m audit.compare --checkpoint /models/m3.1 --prompts prompts.jsonl --json report.json
+    python -m audit.compare --modes local --json - | jq .runs[0].verdict
+
+Exit codes: 0 pass, 1 fail, 2 inconclusive (too few steps for the budget, or a mode left out), 3 unusable
+input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from audit.evidence import MODES, Mode, gather
+from audit.inputs import EMBEDDED, Unusable, as_prompts, embedded_prompts, open_subject, read_prompts
+from audit.report import JsonFile, as_json, show
+from audit.steps import MOST_ROUNDS, Schedule
+from audit.verdict import Outcome, Verdict, judge
+from mono.deployment import Prefix
+
+ROUNDS = 8  # verify steps of one prompt: few, so that steps come from many prompts
+SPARE_PROMPTS = 8  # texts that end early leave their steps to these
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison and return its exit code."""
+    quiet = Console(stderr=True)
+    try:
+        options = _parser().parse_args(argv)
+        return int(_compare(options, quiet))
+    except Unusable as error:
+        quiet.print(
+            f"audit.compare: {error}", style="bold red", highlight=False, soft_wrap=True, markup=False
+        )
+        return int(Outcome.UNUSABLE)
+
+
+def _compare(options: argparse.Namespace, errors: Console) -> Outcome:
+    _check(options)
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # many small operations: a second thread costs more than it brings
+    file = None if options.json in (None, "-") else JsonFile(Path(options.json))
+    try:
+        texts = None if options.prompts is None else read_prompts(Path(options.prompts))
+        names = list(EMBEDDED) if options.checkpoint == "all" else [options.checkpoint]
+        console = errors if options.json == "-" else Console()
+        outcomes, runs = [], []
+        for name in names:
+            verdict, run = _one(name, options, texts, device, console, errors)
+            outcomes.append(verdict.outcome)
+            runs.append(run)
+        if options.json == "-":
+            sys.stdout.write(as_json(runs))
+        elif file is not None:
+            file.write(as_json(runs))
+    finally:
+        if file is not None:
+            file.close()
+    return next(o for o in (Outcome.FAIL, Outcome.INCONCLUSIVE, Outcome.PASS) if o in outcomes)
+
+
+def _one(
+    name: str,
+    options: argparse.Namespace,
+    texts: list[tuple[str, str | list[int]]] | None,
+    device: torch.device,
+    console: Console,
+    errors: Console,
+) -> tuple[Verdict, dict[str, object]]:
+    subject, candidate = open_subject(name, device, options.widths, options.prefix)
+    if texts is None:
+        prompts = embedded_prompts(-(-options.steps // ROUNDS) + SPARE_PROMPTS, options.seed)
+        prompts = as_prompts([(p.name, list(p.ids)) for p in prompts], subject, "prompts")
+        rounds = ROUNDS
+    else:
+        prompts = as_prompts(texts, subject, f"prompts: {options.prompts}")
+        rounds = min(max(ROUNDS, -(-options.steps // len(prompts))), MOST_ROUNDS // 2)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(f"{name}: verify steps", total=options.steps)
+        evidence = gather(
+            subject,
+            candidate,
+            prompts,
+            Schedule(options.steps, rounds),
+            options.modes,
+            options.seed,
+            lambda done, wanted: progress.update(task, completed=min(done, wanted)),
+        )
+    verdict = judge(evidence, options.budget)
+    return verdict, show(console, evidence, verdict, device, options.seed)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.steps < 1:
+        raise Unusable(f"--steps: expected at least 1, got {options.steps}")
+    if not 0.0 < options.budget < 1.0:
+        raise Unusable(f"--budget: expected a rate between 0 and 1, got {options.budget}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise Unusable("--device: expected a GPU for cuda, there is none")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Unusable(message)
+
+
+def _modes(text: str) -> tuple[Mode, ...]:
+    names = text.split(",")
+    if not names or any(name not in MODES for name in names):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(MODES)}, got {text}")
+    return tuple(mode for mode in MODES if mode in names)
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        widths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        widths = ()
+    if not widths or sorted(set(widths)) != list(widths) or any(w < 8 or w % 8 for w in widths):
+        raise argparse.ArgumentTypeError(f"expected ascending multiples of 8 rows, got {text}")
+    return widths
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = _Parser(
+        prog="python -m audit.compare",
+        description=summary,
+        epilog="examples:\n" + rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=True,
+    )
+    add = parser.add_argument
+    add("--checkpoint", default="m3.1", metavar="PATH", help="a folder, or m3, m3.1, all (embedded); m3.1")
+    add("--prompts", metavar="FILE", help="one prompt a line, text or JSON with text or ids; embedded sets")
+    add("--steps", type=int, default=64, metavar="N", help="verify steps, one request's verify being one; 64")
+    add(
+        "--budget",
+        type=float,
+        default=0.05,
+        metavar="P",
+        help="largest rate of steps with other tokens; 0.05",
+    )
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where both arms run; on the cpu the fast arm's kernels are interpreted")  # fmt: skip
+    add("--modes", type=_modes, default=MODES, metavar="LIST",
+        help="local (slot by slot), shadow (whole step), forced (own caches, taps); all")  # fmt: skip
+    add("--widths", type=_widths, default=(8, 16), metavar="LIST", help="rows a step is built for; 8,16")
+    add("--prefix", choices=get_args(Prefix), default="reference", help="arm of a sparse dense-MLP prefix")
+    add("--seed", type=int, default=0, help="of embedded prompts and page order; 0")
+    add("--json", metavar="PATH", help="write the whole report there, or - for standard output")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
