@@ -41,6 +41,11 @@ def decode(x: Tensor) -> Tensor:
     return values.masked_fill_(values.abs() > MAX, float("nan"))
 
 
+def over_max(amax: Tensor) -> Tensor:
+    """amax / 448 by true division in fp32, on every device: by a scalar, CUDA would multiply by a reciprocal."""
+    return amax / torch.full_like(amax, MAX)
+
+
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """One dynamic scale per vector along the last dimension.
 
@@ -53,7 +58,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
                infinite and its vector NaN. Nothing is looked at on the host, so it can be captured.
     """
     x32 = x.float()
-    amax_over_max = x32.abs().amax(dim=-1) / MAX
+    amax_over_max = over_max(x32.abs().amax(dim=-1))
     # tested after the division: a subnormal amax can give a zero scale, and 0 / 0 would be NaN
     scale = torch.where(amax_over_max == 0, 1.0, amax_over_max)
     return encode(x32 / scale.unsqueeze(-1)), scale

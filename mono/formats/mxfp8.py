@@ -66,5 +66,5 @@ def quantise(x: Tensor) -> Mxfp8:
     check_dimensions("mxfp8: x", x, 1)
     check_groups("mxfp8: x", x.shape[-1], GROUP)
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)  # [..., K/32, 32]
-    scale = e8m0.encode_ceil(blocks.abs().amax(dim=-1) / e4m3.MAX)
+    scale = e8m0.encode_ceil(e4m3.over_max(blocks.abs().amax(dim=-1)))
     return Mxfp8(e4m3.encode(blocks * e8m0.decode_inverse(scale).unsqueeze(-1)).flatten(-2), scale)

@@ -61,7 +61,7 @@ def quantise_weight(w: Tensor) -> PtpcFp8:
     check_dimensions("ptpc_fp8: weight", w, 1)
     check_finite("ptpc_fp8: weight", w)
     w32 = w.float()
-    scale = (w32.abs().amax(dim=-1) / e4m3.MAX).clamp(min=SMALLEST_WEIGHT_SCALE)
+    scale = e4m3.over_max(w32.abs().amax(dim=-1)).clamp(min=SMALLEST_WEIGHT_SCALE)
     return PtpcFp8(e4m3.encode(w32 / scale.unsqueeze(-1)), scale)
 
 
