@@ -42,7 +42,7 @@ def decode(x: Tensor) -> Tensor:
 
 
 def over_max(amax: Tensor) -> Tensor:
-    """amax / 448 by true division in fp32, on every device: by a scalar, CUDA would multiply by a reciprocal."""
+    """amax / 448 by true division in fp32. By a scalar, CUDA would multiply by the reciprocal instead."""
     return amax / torch.full_like(amax, MAX)
 
 
