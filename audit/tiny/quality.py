@@ -14,7 +14,7 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,10 @@ def build(model: Model, deployment: Deployment, plan: Plan, device: str) -> tupl
     return assembly, load_drafter(stored, table.table, last.head, device, CONTEXT, spec.vocab)
 
 
-def measure(path: Path, count: int, batch: int, device: str) -> dict[str, Any]:
-    """Everything, as one JSON object."""
+def measure(
+    path: Path, count: int, batch: int, device: str, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Everything, as one JSON object; `keep` gets what there is after each part."""
     deployment = Deployment(max_context=CONTEXT)
     model = load_model(path, deployment, device)
     assembly, drafter = build(model, deployment, model.plan, device)
@@ -160,16 +162,19 @@ def measure(path: Path, count: int, batch: int, device: str) -> dict[str, Any]:
         if name != "open":  # an open prompt is cut inside its question, so it has no known answer
             report[name] |= accuracy(done, prompts)
         print(f"{name}: {json.dumps(report[name])}", flush=True)
+        keep(report)
     few = ordinary[: max(count // 2, 1)]
     recent, _ = build(model, deployment, recency(model.plan), device)
     report["recency"] = accuracy(run(recent, drafter, few, batch), few)
     print(f"recency: {json.dumps(report['recency'])}", flush=True)
+    keep(report)
     # one request at a time, so that plain rows and verify rows take the same tile of 16
     few = ordinary[: min(count, 100)]
     plain, spec = (run(assembly, d, few, 1) for d in (None, drafter))
     same = sum(a.tokens == b.tokens for a, b in zip(plain.generated, spec.generated, strict=True))
     report["speculative_equals_plain"] = share(same, len(few))
     print(f"speculative equals plain: {same} of {len(few)}", flush=True)
+    keep(report)
     return report
 
 
@@ -186,9 +191,12 @@ def main() -> None:
     args = parser.parse_args()
     embedded = Path(__file__).parent / args.checkpoint
     path = embedded if embedded.is_dir() else Path(args.checkpoint)
-    report = measure(path, args.problems, args.batch, args.device)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    def keep(report: dict[str, Any]) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    measure(path, args.problems, args.batch, args.device, keep)
 
 
 if __name__ == "__main__":
