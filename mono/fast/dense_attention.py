@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mono.caches import LayerCache
 from mono.deployment import Deployment
-from mono.fast.ops.attention import check_linears, dense_attend, refuse_deployment, refuse_sizes
+from mono.fast.ops.attention import attend, check_linears, refuse_deployment, refuse_sizes
 from mono.fast.ops.linear import ptpc_linear, quantise_rows
 from mono.fast.ops.norm_rope import norm_rope_insert, pack_norms
 from mono.fast.ops.rms_norm import absorb_norm_ptpc
@@ -44,7 +44,7 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
         qkv = ptpc_linear(x8, scale, qkv_matrix)  # [T, (N + 2 G) D]
         # every row's key is in the cache before any row attends
         q, _ = norm_rope_insert(qkv, head_norms, weights.rope, spec.eps, step, cache, spec.heads)
-        o = dense_attend(q, cache, step)  # [T, N, D]
+        o = attend(q, cache, step)  # [T, N, D]
         partial = ptpc_linear(*quantise_rows(o.flatten(1)), o_matrix)  # [T, H]
         return replace(carry, residual=residual, partial=partial)
 

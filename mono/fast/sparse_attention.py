@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mono.caches import LayerCache
 from mono.deployment import Deployment
-from mono.fast.ops.attention import check_linears, refuse_deployment, refuse_sizes, sparse_attend
+from mono.fast.ops.attention import attend_selected, check_linears, refuse_deployment, refuse_sizes
 from mono.fast.ops.index import MOST_BLOCKS, block_scores, select_blocks
 from mono.fast.ops.linear import ptpc_linear, quantise_rows
 from mono.fast.ops.norm_rope import norm_rope_insert, pack_norms
@@ -78,7 +78,7 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
             raise ValueError(
                 "sparse_attention: this layer reuses a selection and no layer before it selected"
             )
-        o = sparse_attend(q, cache, step, selected)  # [T, N, D]
+        o = attend_selected(q, cache, step, selected)  # [T, N, D]
         partial = ptpc_linear(*quantise_rows(o.flatten(1)), o_matrix)  # [T, H]
         return replace(carry, residual=residual, partial=partial, selected=selected)
 

@@ -77,17 +77,21 @@ TILES: dict[str, dict[str, dict[str, int]]] = {
         "interpreter": {"KEYS": 1024, "BLOCK_C": 64, "num_warps": 4},
         "gpu": {"KEYS": 128, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
     },
-    "select_blocks": {  # a row of at most NARROW blocks takes a short way
-        "interpreter": {"BLOCK_R": 64, "NARROW": 64, "num_warps": 4},
-        "gpu": {"BLOCK_R": 1, "NARROW": 1024, "num_warps": 8},
+    "select_blocks": {  # rows of at most NARROW or MIDDLE blocks take a shorter way
+        "interpreter": {"BLOCK_R": 64, "NARROW": 64, "MIDDLE": 512, "num_warps": 4},
+        "gpu": {"BLOCK_R": 1, "NARROW": 64, "MIDDLE": 512, "num_warps": 8},
     },
-    "sparse_attention": {  # BLOCK_P pairs of a row and a KV head a program; its picked blocks in SPLITS parts
+    "select_blocks_of_many": {
+        "interpreter": {"BLOCK_R": 16, "NARROW": 64, "MIDDLE": 512, "num_warps": 4},
+        "gpu": {"BLOCK_R": 1, "NARROW": 64, "MIDDLE": 2048, "num_warps": 16},
+    },
+    "attend_selected": {  # BLOCK_P pairs of a row and a KV head a program; its picked blocks in SPLITS parts
         "interpreter": {"BLOCK_P": 32, "SPLITS": 1, "num_warps": 4},
         "gpu": {"BLOCK_P": 1, "SPLITS": 16, "num_warps": 8, "num_stages": 1},
     },
-    "dense_attention": {  # BLOCK_P pairs of request and KV head, BLOCK_C queries, every SPLITS-th KEYS
+    "attend": {  # BLOCK_P pairs of request and KV head, BLOCK_C queries, every SPLITS-th KEYS
         "interpreter": {"BLOCK_P": 8, "BLOCK_C": 64, "KEYS": 512, "SPLITS": 1, "num_warps": 4},
-        "gpu": {"BLOCK_P": 1, "BLOCK_C": 64, "KEYS": 32, "SPLITS": 64, "num_warps": 4, "num_stages": 1},
+        "gpu": {"BLOCK_P": 1, "BLOCK_C": 128, "KEYS": 32, "SPLITS": 128, "num_warps": 8, "num_stages": 1},
     },
     "merge_splits": {
         "interpreter": {"BLOCK_R": 128, "num_warps": 4},

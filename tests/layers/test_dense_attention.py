@@ -106,6 +106,6 @@ def test_a_step_reads_no_device_data_on_the_host(compile_target) -> None:
     with capture_check(compile_target) as launches:
         run(fast, SPEC, WEIGHTS, carry, step, cache, torch.device("meta"))
     assert [name for name, _ in launches] == [
-        "_absorb_norm_kernel", "_ptpc_linear_kernel", "_norm_rope_insert_kernel", "_dense_attention_kernel",
+        "_absorb_norm_kernel", "_ptpc_linear_kernel", "_norm_rope_insert_kernel", "_attend_kernel",
         "_merge_splits_kernel", "_quantise_rows_kernel", "_ptpc_linear_kernel",
     ]  # fmt: skip

@@ -138,7 +138,7 @@ def test_a_step_reads_no_device_data_on_the_host(compile_target) -> None:
         run(fast, SPEC, WEIGHTS, random_carry(SPEC, 8), step, cache, torch.device("meta"))
     assert [name for name, _ in launches] == [
         "_absorb_norm_kernel", "_ptpc_linear_kernel", "_norm_rope_insert_kernel", "_block_scores_kernel",
-        "_select_blocks_kernel", "_sparse_attention_kernel", "_merge_splits_kernel", "_quantise_rows_kernel",
+        "_select_blocks_kernel", "_attend_selected_kernel", "_merge_splits_kernel", "_quantise_rows_kernel",
         "_ptpc_linear_kernel",
     ]  # fmt: skip
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from paged import ORDERS, bf16_ulp, launching, lengths, paged, row_of, to, with_device
 
 from mono.caches import LayerCache
-from mono.fast.ops.attention import dense_attend, sparse_attend
-from mono.reference.ops.attention import attend
-from mono.reference.ops.index import allowed_blocks
+from mono.fast.ops import attention as fast
+from mono.reference.ops.attention import attend, attend_selected
 from mono.step import Step
 
 INF, NAN = float("inf"), float("nan")
@@ -31,12 +30,12 @@ SPARSE = [
 
 def dense(q, cache, step, device, order=None, settings=None) -> torch.Tensor:
     with launching(device, order):
-        return dense_attend(q.to(device), to(cache, device), step.to(device), settings).cpu()
+        return fast.attend(q.to(device), to(cache, device), step.to(device), settings).cpu()
 
 
 def sparse(q, cache, step, selected, device, order=None, settings=None) -> torch.Tensor:
     with launching(device, order):
-        return sparse_attend(
+        return fast.attend_selected(
             q.to(device), to(cache, device), step.to(device), selected.to(device), settings
         ).cpu()
 
@@ -47,7 +46,7 @@ def largest_key(cache: LayerCache) -> float:
     return float(lengths[lengths < 1e30].max()) if (lengths < 1e30).any() else 0.0
 
 
-def agrees(got, want, q, cache, step, allowed=None) -> bool:
+def agrees(got, want, q, cache, step, selected=None) -> bool:
     """Within 1 ulp of bf16 and the worst that fp32 can do to the exact sums.
 
     A z is a sum of D exact products, off by at most D 2^-24 |q| |k| / sqrt(D) in each arm, and p moves
@@ -57,7 +56,10 @@ def agrees(got, want, q, cache, step, allowed=None) -> bool:
     positive = LayerCache(
         cache.k, cache.v.float().abs().to(torch.float8_e4m3fn), cache.k_scale, cache.v_scale
     )
-    magnitude = attend(q, positive, step, allowed).double()
+    if selected is None:
+        magnitude = attend(q, positive, step).double()
+    else:
+        magnitude = attend_selected(q, positive, step, selected).double()
     width = q.shape[2]
     z = q.double().norm(dim=-1, keepdim=True) * largest_key(cache) * width**-0.5
     bound = (2.0**-16 + 4 * width * 2.0**-24 * z) * magnitude
@@ -68,12 +70,13 @@ def agrees(got, want, q, cache, step, allowed=None) -> bool:
 def cases(draw: st.DrawFn):
     q_len, block = draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([16, 32]))
     heads, width, group = draw(st.integers(1, 3)), draw(st.sampled_from([16, 64])), draw(st.integers(1, 5))
+    q_size = draw(st.sampled_from([1.0, 2.0**-22]))  # kernels hold queries as fp16 parts
     cache, step = paged(
         draw(lengths(q_len, block)), q_len, draw(st.integers(0, 2**31)), block, heads, width,
-        dead=draw(st.sampled_from([NAN, INF, 3e38])),
+        dead=draw(st.sampled_from([NAN, INF, 3e38])), k_size=1 / q_size,
     )  # fmt: skip
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    q = torch.randn(step.rows, group * heads, width, generator=rng).bfloat16()
+    q = (torch.randn(step.rows, group * heads, width, generator=rng) * q_size).bfloat16()
     return q, cache, step
 
 
@@ -97,17 +100,16 @@ def sparse_cases(draw: st.DrawFn):
 @given(case=cases(), order=st.sampled_from(ORDERS), settings=st.sampled_from(DENSE))
 def test_dense_is_the_reference(device, case, order, settings) -> None:
     got = dense(*case, device, order, settings)
-    assert agrees(got, attend(*case, None), *case)
+    assert agrees(got, attend(*case), *case)
     assert (got[case[2].visible == 0] == 0).all()
 
 
 @with_device
 @given(case=sparse_cases(), order=st.sampled_from(ORDERS), settings=st.sampled_from(SPARSE))
 def test_sparse_is_the_reference(device, case, order, settings) -> None:
-    q, cache, step, selected = case
-    allowed = allowed_blocks(selected, step.block_tables.shape[1])
+    q, cache, _, selected = case
     got = sparse(*case, device, order, settings)
-    assert agrees(got, attend(q, cache, step, allowed), q, cache, step, allowed)
+    assert agrees(got, attend_selected(*case), *case)
     nothing = (selected < 0).all(dim=-1).repeat_interleave(q.shape[1] // cache.k.shape[2], dim=1)
     assert (got[nothing] == 0).all()
 
@@ -156,7 +158,7 @@ def test_rows_with_an_empty_split(device, keys) -> None:
     """Splits of 256 keys, 8 queries around an edge: each row is a one-token decode of its prefix."""
     cache, step = paged([keys], q_len=8, block=16, heads=1)
     q = torch.randn(8, 2, 16).bfloat16()
-    want = attend(q, cache, step, None)
+    want = attend(q, cache, step)
     for got in both(q, cache, step, device, KEYS=256, SPLITS=2):
         assert got.isfinite().all()
         assert agrees(got, want, q, cache, step)
@@ -251,18 +253,18 @@ def test_every_verify_row_is_a_decode_of_its_prefix(device, lengths) -> None:
     for got in both(q, cache, step, device, KEYS=128, SPLITS=3):
         for row in (0, 6, 7, 8, 15):
             one, alone = q[row : row + 1], row_of(step, row)
-            assert agrees(got[row : row + 1], attend(one, cache, alone, None), one, cache, alone)
+            assert agrees(got[row : row + 1], attend(one, cache, alone), one, cache, alone)
 
 
 def test_errors_name_what_was_expected() -> None:
     cache, step = paged([20], heads=2)
     q = torch.zeros(1, 4, 16).bfloat16()
     with pytest.raises(ValueError, match="expected contiguous bf16 q"):
-        dense_attend(q.float(), cache, step)
+        fast.attend(q.float(), cache, step)
     with pytest.raises(ValueError, match="a multiple of 2"):
-        dense_attend(q[:, :3].contiguous(), cache, step)
+        fast.attend(q[:, :3].contiguous(), cache, step)
     with pytest.raises(ValueError, match="expected contiguous int32 selected"):
-        sparse_attend(q, cache, step, torch.zeros(1, 2, 4))
+        fast.attend_selected(q, cache, step, torch.zeros(1, 2, 4))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "requests"), [(16, 1, 1), (16, 1, 2), (64, 4, 1)])
@@ -275,9 +277,9 @@ def test_compiles_without_spills(compile_target, heads, kv_heads, requests) -> N
     step = Step(row, row, row, meta(T, dtype=torch.int32), meta(requests, 8192, dtype=torch.int32), Q)
     q = meta(T, heads, D)
     selected = meta(T, kv_heads, 16, dtype=torch.int32)
-    for call in (lambda: dense_attend(q, cache, step), lambda: sparse_attend(q, cache, step, selected)):
+    for call in (lambda: fast.attend(q, cache, step), lambda: fast.attend_selected(q, cache, step, selected)):
         made = compiled_launches(compile_target, call)
         assert {name: kernel.spills for name, kernel in made.items()} == dict.fromkeys(made, 0)
         instruction = {"sm_90": r"mma\S*bf16", "sm_100": r"mma", "gfx950": r"v_mfma\S*bf16"}
-        attention = next(kernel for name, kernel in made.items() if "attention" in name)
+        attention = next(kernel for name, kernel in made.items() if "attend" in name)
         assert attention.matches(instruction[compile_target.name])

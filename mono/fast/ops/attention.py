@@ -72,7 +72,7 @@ def _absorb_keys(
 
 
 @triton.jit
-def _sparse_attention_kernel(
+def _attend_selected_kernel(
     q_ptr,  # [T, N, D] bf16
     k_ptr,  # [slots, G, D] e4m3
     v_ptr,  # [slots, G, D] e4m3
@@ -136,7 +136,7 @@ def _sparse_attention_kernel(
 
 
 @triton.jit
-def _dense_attention_kernel(
+def _attend_kernel(
     q_ptr,  # [T, N, D] bf16
     k_ptr,  # [slots, G, D] e4m3
     v_ptr,  # [slots, G, D] e4m3
@@ -230,10 +230,10 @@ def _merge_splits_kernel(
     tl.store(y_ptr + r[:, None] * D + d[None, :], to_bf16(y), mask=(r < R)[:, None])
 
 
-def sparse_attend(
+def attend_selected(
     q: Tensor, cache: LayerCache, step: Step, selected: Tensor, settings: Settings | None = None
 ) -> Tensor:
-    """Fast arm of `mono.reference.ops.attention.attend` over the selected KV blocks.
+    """Fast arm of `mono.reference.ops.attention.attend_selected`.
 
     Shapes:    q [T, N, D] bf16, selected [T, G, S] int32, -1 where there is none. Returns [T, N, D] bf16.
     Launch:    pairs of a row and a KV head x splits of its S places, the group's query heads (padded to 16)
@@ -246,20 +246,20 @@ def sparse_attend(
                rest for fp32 sums and exponentials.
     Errors:    ValueError, naming the tensor, on another type, shape or layout.
     """
-    T, N, D, G = _check(q, cache, step, "sparse_attend")
+    T, N, D, G = _check(q, cache, step, "attend_selected")
     if selected.dtype != torch.int32 or selected.shape[:2] != (T, G) or not selected.is_contiguous():
         raise ValueError(
-            f"sparse_attend: expected contiguous int32 selected [{T}, {G}, S], "
+            f"attend_selected: expected contiguous int32 selected [{T}, {G}, S], "
             f"got {selected.dtype} {list(selected.shape)}"
         )
     tables, S = step.block_tables, selected.shape[2]
-    tiles = dict(tile("sparse_attention", q.device) if settings is None else settings)
+    tiles = dict(tile("attend_selected", q.device) if settings is None else settings)
     share = triton.next_power_of_2(triton.cdiv(S, tiles.pop("SPLITS")))
     splits = triton.cdiv(S, share)
     block_p = min(tiles.pop("BLOCK_P"), triton.next_power_of_2(T * G))
     out, top, total = _parts(q, splits)
     launch(
-        _sparse_attention_kernel,
+        _attend_selected_kernel,
         (triton.cdiv(T * G, block_p), splits),
         q.device,
         q,
@@ -291,23 +291,23 @@ def sparse_attend(
     return _merge_splits(out, top, total)
 
 
-def dense_attend(q: Tensor, cache: LayerCache, step: Step, settings: Settings | None = None) -> Tensor:
-    """Fast arm of `mono.reference.ops.attention.attend` over every visible key.
+def attend(q: Tensor, cache: LayerCache, step: Step, settings: Settings | None = None) -> Tensor:
+    """Fast arm of `mono.reference.ops.attention.attend`.
 
     Shapes:    q [T, N, D] bf16. Returns [T, N, D] bf16.
     Launch:    pairs of a request and a KV head x tiles of its Q N / G queries x splits, so that all rows of a
                request share a tile of keys; tile n belongs to split n modulo SPLITS. Then a merge.
-    Rounding, Agrees, Errors: as `sparse_attend`.
+    Rounding, Agrees, Errors: as `attend_selected`.
     """
-    _, N, D, G = _check(q, cache, step, "dense_attend")
+    _, N, D, G = _check(q, cache, step, "attend")
     tables = step.block_tables
-    tiles = dict(tile("dense_attention", q.device) if settings is None else settings)
+    tiles = dict(tile("attend", q.device) if settings is None else settings)
     splits, columns, pairs = tiles.pop("SPLITS"), step.q_len * N // G, step.requests * G
     block_c = max(16, min(tiles.pop("BLOCK_C"), triton.next_power_of_2(columns)))
     block_p = min(tiles.pop("BLOCK_P"), triton.next_power_of_2(pairs))
     out, top, total = _parts(q, splits)
     launch(
-        _dense_attention_kernel,
+        _attend_kernel,
         (triton.cdiv(pairs, block_p), triton.cdiv(columns, block_c), splits),
         q.device,
         q,

@@ -14,6 +14,7 @@ from mono.fast.tiles import Settings, tile
 from mono.step import Step
 
 MOST_BLOCKS = 65536  # a program ranks a row's blocks in registers
+MANY_BLOCKS = 2048  # a longer list of keys is spread over more threads
 ABOVE = tl.constexpr(128)  # more than any TOPK
 
 
@@ -179,6 +180,7 @@ def _select_blocks_kernel(
     SLOTS: tl.constexpr,  # power of two, at least TOPK
     WIDTH: tl.constexpr,  # power of two, at least M
     NARROW: tl.constexpr,
+    MIDDLE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """BLOCK_R pairs of a row and a head a program; a whole list of keys in registers."""
@@ -186,8 +188,11 @@ def _select_blocks_kernel(
     inside = row < rows
     visible = tl.load(visible_ptr + row // G, mask=inside, other=0)
     blocks = tl.minimum((visible + BLOCK_SIZE - 1) // BLOCK_SIZE, M)
-    if tl.max(blocks, axis=0) <= NARROW:
+    most = tl.max(blocks, axis=0)
+    if most <= NARROW:
         _pick(scores_ptr, selected_ptr, row, inside, blocks, M, TOPK, INIT, LOCAL, SLOTS, NARROW)
+    elif most <= MIDDLE:
+        _pick(scores_ptr, selected_ptr, row, inside, blocks, M, TOPK, INIT, LOCAL, SLOTS, MIDDLE)
     else:
         _pick(scores_ptr, selected_ptr, row, inside, blocks, M, TOPK, INIT, LOCAL, SLOTS, WIDTH)
 
@@ -225,7 +230,8 @@ def select_blocks(
             f"select_blocks: expected visible int32 [{T}], got {visible.dtype} {list(visible.shape)}"
         )
     selected = torch.empty((T, G, topk), dtype=torch.int32, device=scores.device)
-    tiles = dict(tile("select_blocks", scores.device) if settings is None else settings)
+    name = "select_blocks" if M <= MANY_BLOCKS else "select_blocks_of_many"
+    tiles = dict(tile(name, scores.device) if settings is None else settings)
     block_r = min(tiles.pop("BLOCK_R"), triton.next_power_of_2(T * G))
     width = triton.next_power_of_2(M)
     launch(
@@ -245,6 +251,7 @@ def select_blocks(
         SLOTS=triton.next_power_of_2(topk),
         WIDTH=width,
         NARROW=min(tiles.pop("NARROW"), width),
+        MIDDLE=min(tiles.pop("MIDDLE"), width),
         BLOCK_R=block_r,
         **tiles,
     )
