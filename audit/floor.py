@@ -9,7 +9,7 @@ Two statistics are judged, each within `FACTOR` of its floor:
 
     worst    the worst row                 floor: the worst row of the floor arms, at least one event
     mean     the mean over rows            floor: the largest mean of a floor arm, at least one event
-                                           in 64 rows
+                                           in 64 rows, and one among fewer rows
 
 The worst row finds what happens rarely, the mean what happens everywhere but little; for a MoE layer
 the mean is also taken over the rows of each expert, so that a fault of one expert cannot hide among sixteen.
@@ -168,18 +168,22 @@ class Ledger:
         floor_mean = max((float(x.mean()) for x in known if x.size), default=0.0)
         ratios = _over(got, np.maximum(floor, event))
         worst = int(ratios.argmax())
-        mean_floor = max(floor_mean, float(event.mean()) * EVENT_RATE)
-        mean_ratio, expert = float(_over(np.array([got.mean()]), np.array([mean_floor]))[0]), None
+        typical = float(event.mean())
+
+        def over_mean(of: Floats) -> float:
+            least = max(floor_mean, typical * max(EVENT_RATE, 1.0 / len(of)))
+            return float(_over(of.mean(keepdims=True), np.array([least]))[0])
+
+        mean_ratio, expert = over_mean(got), None
         if rows.experts:
             chosen = np.concatenate(rows.experts)
-            means = {int(e): got[(chosen == e).any(axis=1)] for e in np.unique(chosen)}
-            judged = {e: x for e, x in means.items() if len(x) >= FEWEST_ROWS}
-            highest = max((float(x.mean()) for x in judged.values()), default=0.0)
-            ratio = float(_over(np.array([highest]), np.array([mean_floor]))[0])
-            if ratio > mean_ratio:
-                # experts that share rows with a faulty one look bad too; the faulty one is so on all its rows
-                mean_ratio = ratio
-                expert = max(judged, key=lambda e: (float((judged[e] > mean_floor).mean()), len(judged[e])))
+            own = {int(e): got[(chosen == e).any(axis=1)] for e in np.unique(chosen)}
+            own = {e: of for e, of in own.items() if len(of) >= FEWEST_ROWS}
+            highest = max((over_mean(of) for of in own.values()), default=0.0)
+            if highest > mean_ratio:
+                # experts that share rows with a faulty one look bad too; that one is bad on all its rows
+                mean_ratio, small = highest, typical * EVENT_RATE
+                expert = max(own, key=lambda e: (float((own[e] > small).mean()), len(own[e])))
         limit = GAP_FACTOR * rows.noise
         over = gap > limit
         widest = int(gap.argmax())

@@ -93,7 +93,7 @@ def embedded_prompts(count: int, seed: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str | list[int]]]:
-    """Prompts of a file, one a line, with their names: text, or JSON: a string, or an object with `text` or `ids`.
+    """Named prompts of a file, one a line: text, or JSON, a string or an object of `text` or `ids`.
 
     Errors:  Unusable for a file that cannot be read, holds no prompt, or a line that is not one of these.
     """
@@ -117,12 +117,11 @@ def _prompt(where: str, line: str) -> str | list[int]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise Unusable(f"{where}: expected JSON, got {_line(error)}") from error
-    if isinstance(value, dict):
-        value = value.get("text", value.get("ids"))
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return value
+    text, ids = (value.get("text"), value.get("ids")) if isinstance(value, dict) else (value, None)
+    if isinstance(text, str) and ids is None:
+        return text
+    if text is None and isinstance(ids, list) and ids and all(type(token) is int for token in ids):
+        return ids
     raise Unusable(f"{where}: expected `text` or a list of `ids`, got {line.strip():.60}")
 
 

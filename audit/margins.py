@@ -142,8 +142,8 @@ def shift(change: Floats) -> Shift:
 def classify(gap: float, ulp: float, noise: Noise) -> FlipClass:
     """What kind of flip it is.
 
-    gap: the reference's logit of its own token minus that of the token it gave way to. Mostly that is the second
-         one; where several are nearly equal it may be a third, and then this is more than the margin.
+    gap: the reference's logit of its own token minus that of the token it gave way to. Mostly that is the
+         second one; where several are nearly equal it may be a third, and this is more than the margin.
     T0: an exact tie in the stored logits, so the tie rule decided. T1: a gap within one ulp of them.
     T2: a gap within the measured noise. T3: a real error.
     """

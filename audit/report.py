@@ -66,16 +66,16 @@ def show(
 
 def _slots(title: str, judged: list[Judged]) -> Table:
     table = Table(
-        title=title,
+        title=f"{title}; {judged[0].rows} rows",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption=f"the worst output of each place; limit {FACTOR:g} x its floor",
+        caption=f"worst row and mean, each over its floor: limit {FACTOR:g}; ties: choices that fell otherwise",
         caption_justify="left",
     )
-    table.add_column("place, output", no_wrap=True)
-    for column in ("rows", "floor", "worst", "x floor", "mean", "ties"):
+    table.add_column("place, its worst output", no_wrap=True)
+    for column in ("floor", "worst", "x floor", "mean", "ties"):
         table.add_column(column, justify="right", no_wrap=True)
     places: dict[str, list[Judged]] = {}
     for found in judged:
@@ -84,7 +84,6 @@ def _slots(title: str, judged: list[Judged]) -> Table:
         worst = max(outputs, key=lambda found: (len(found.reasons), found.ratio, found.mean_ratio))
         table.add_row(
             f"{place} {worst.output}",
-            str(worst.rows),
             f"{worst.floor:.1e}",
             f"{worst.worst:.1e}",
             f"{worst.ratio:.2f}",
