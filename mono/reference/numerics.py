@@ -27,7 +27,7 @@ class Numerics:
 def _native_matmul(a: Tensor, b: Tensor) -> Tensor:
     # few rows are padded to one tile, so that a row's sum has one order whatever else is in the step
     rows = a.shape[-2]
-    if a.ndim == 2 and rows < ROW_TILE:
+    if rows < ROW_TILE:
         a = torch.nn.functional.pad(a, (0, 0, 0, ROW_TILE - rows))
     return (a.float() @ b.float().mT)[..., :rows, :]
 
