@@ -42,12 +42,7 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
     check_weights(TYPE, spec, weights, comm)
 
     gate_up, down = _decoder(weights.gate_up), _decoder(weights.down)
-
-    def expert(x: Tensor, e: int) -> Tensor:
-        a = rounded(x, weights.gate_up, spec.activations)
-        h = numerics.matmul(a, gate_up(e))  # [t, 2 F] fp32
-        mid = swiglu_oai(h, spec.alpha, spec.beta, spec.limit).bfloat16()  # [t, F]
-        return numerics.matmul(rounded(mid, weights.down, spec.activations), down(e))  # [t, H] fp32
+    F = spec.intermediate // comm.size
 
     def shared(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
         h = linear(x, gate_up, numerics, spec.activations)
@@ -63,17 +58,42 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
             weight = torch.nn.functional.pad(weight, (0, 1), value=1.0)
         ids = torch.where(step.live[:, None], ids, -1)  # a padding row is no expert's work
 
-        terms = x.new_zeros(step.rows, spec.slots, spec.hidden, dtype=torch.float32)
-        for e in range(spec.table):
-            row, slot = torch.nonzero(ids == e, as_tuple=True)
-            if len(row):
-                terms[row, slot] = expert(x[row], e) * weight[row, slot, None]
-        out = numerics.sum(terms, 1)  # [T, H]
+        # from here to the sum a row is one slot of a token: R = T x slots rows
+        groups = _rows_by_expert(ids.flatten(), spec.table)
+        a = rounded(x, weights.gate_up, spec.activations).repeat_interleave(spec.slots, dim=0)
+        h = _product(a, groups, gate_up, 2 * F, numerics)  # [R, 2 F] fp32
+        mid = swiglu_oai(h, spec.alpha, spec.beta, spec.limit).bfloat16()  # [R, F]
+        b = rounded(mid, weights.down, spec.activations)
+        y = _product(b, groups, down, spec.hidden, numerics)  # [R, H] fp32
+        y = y.view(step.rows, spec.slots, spec.hidden) * weight.unsqueeze(-1)
+        out = numerics.sum(y, 1)  # [T, H]
         if weights.shared_gate_up is not None and weights.shared_down is not None:
             out = out + shared(x, weights.shared_gate_up, weights.shared_down)
         return replace(carry, residual=total.bfloat16(), partial=out.bfloat16())
 
     return moe
+
+
+def _rows_by_expert(experts: Tensor, table: int) -> list[tuple[int, Tensor]]:
+    """Each expert that has rows, with their numbers, from each row's expert; -1 belongs to none."""
+    order = experts.argsort(stable=True)
+    sizes = torch.bincount(experts + 1, minlength=table + 1).tolist()
+    parts = order.split(sizes)
+    return [(e, rows) for e, rows in enumerate(parts[1:]) if len(rows)]
+
+
+def _product(
+    a: Tensor,
+    groups: list[tuple[int, Tensor]],
+    matrix: Callable[[int], Tensor],
+    width: int,
+    numerics: Numerics,
+) -> Tensor:
+    """Each row of `a` [R, K] times its own expert's matrix [width, K]; zeros for a row without one."""
+    out = a.new_zeros(a.shape[0], width)
+    for e, rows in groups:
+        out[rows] = numerics.matmul(a[rows], matrix(e))
+    return out
 
 
 def _decoder(table: Matrix) -> Callable[[int], Tensor]:
