@@ -29,6 +29,8 @@ from audit.verdict import Outcome, Verdict, judge
 from mono.deployment import Prefix
 
 ROUNDS = 8  # verify steps of one prompt: few, so that steps come from many prompts
+# prompts decoded together and rows of a prefill chunk: a GPU waits for launches, a CPU for memory
+TOGETHER = {"cpu": (8, 128), "cuda": (32, 512)}
 SPARE_PROMPTS = 8  # texts that end early leave their steps to these
 
 
@@ -86,6 +88,7 @@ def _one(
     else:
         prompts = as_prompts(texts, subject, f"prompts: {options.prompts}")
         rounds = min(max(ROUNDS, -(-options.steps // len(prompts))), MOST_ROUNDS // 2)
+    together, prefill_rows = TOGETHER[device.type]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task(f"{name}: verify steps", total=options.steps)
@@ -93,7 +96,7 @@ def _one(
             subject,
             candidate,
             prompts,
-            Schedule(options.steps, rounds),
+            Schedule(options.steps, rounds, together=together, prefill_rows=prefill_rows),
             options.modes,
             options.seed,
             lambda done, wanted: progress.update(task, completed=min(done, wanted)),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from audit.arms import Arms
 from audit.floor import Ledger, RowAt
-from audit.steps import PREFILL_ROWS, Prompt, Schedule, Session, VerifyStep, groups
+from audit.steps import Prompt, Schedule, Session, VerifyStep
 from audit.walk import Blemish, walk_slots
 from audit.whole import (
     Candidate,
@@ -116,7 +116,6 @@ def gather(
     modes: Sequence[Mode] = MODES,
     seed: int = 0,
     on_step: OnStep = lambda done, wanted: None,
-    prefill_rows: int = PREFILL_ROWS,
 ) -> Evidence:
     """Decode `prompts` on the reference and hold every arm against it, until enough verify steps are seen.
 
@@ -134,22 +133,23 @@ def gather(
         local=Ledger(arms.floor_arms),
         whole=Ledger(whole_floor(arms)),
     )
-    for which, depth in groups(deployment.widths, deployment.q_len, len(prompts), schedule):
-        if evidence.steps >= schedule.steps:
-            break
+    start = 0
+    while start < len(prompts) and evidence.steps < schedule.steps:
+        missing = -(-(schedule.steps - evidence.steps) // schedule.rounds)
+        some = list(enumerate(prompts))[start : start + min(missing, schedule.together)]
         session = Session(
             arms.reference,
             subject.proposer,
-            [(number, prompts[number]) for number in which],
+            some,
             deployment.widths,
             deployment.max_context,
             subject.stop,
-            seed + which.start,
-            prefill_rows,
+            seed + start,
+            schedule.prefill_rows,
         )
-        for _ in range(depth):
-            if (step := session.next()) is not None:
-                session.commit(step, session.history.run(step.step))
+        start += len(some)
+        depths = schedule.depths
+        session.advance({number: depths[number % len(depths)] for number, _ in some})
         _audit_session(evidence, arms, candidate, session, prompts, schedule, on_step)
     return evidence
 
@@ -165,14 +165,13 @@ def _audit_session(
 ) -> None:
     modes, plan, vocab = evidence.modes, evidence.subject.plan, evidence.subject.vocab
     names = [str(slot) for slot in plan.slots]
-    attention = names[1:-1:2]
     history, taps = session.history, session.history.taps
     scratch = [cache.clone() for cache in history.caches]
     forced = Forced(arms, candidate, session) if "forced" in modes else None
     rejected: set[int] = set()  # prompts whose last step rejected a draft
     for _ in range(schedule.rounds):
-        step = session.next()
-        if step is None or evidence.steps >= schedule.steps:
+        step = session.next(session.requests[: schedule.steps - evidence.steps])
+        if step is None:
             return
         at = rows_of(step, prompts)
         poisoned(history.caches, step.step)
@@ -194,7 +193,7 @@ def _audit_session(
                 )
             evidence.blemishes += [_placed(names, blemish, at) for blemish in local.blemishes]
         else:
-            output = history.run(step.step)
+            output = history.run(step)
         own = forced.run(step) if forced is not None else None
         committed = session.commit(
             step, output, [(forced.histories[a], own[a]) for a in own] if forced and own else ()
@@ -202,14 +201,14 @@ def _audit_session(
         rows = accepted_rows(step, committed)
         if whole is not None:
             evidence.shadow.add(step, at, vocab, output, whole)
-            record_taps(evidence.whole, "shadow", taps, rows, at, output, whole)
+            record_taps(evidence.whole, plan, "shadow", taps, rows, at, output, whole)
         if forced is not None and own is not None:
             evidence.forced.add(step, at, vocab, output, own)
-            forced.record_caches(evidence.whole, attention, rows, at, step, history.caches)
-            record_taps(evidence.whole, "forced", taps, rows, at, output, own)
-            if session.requests:
-                blocks = [request.drafts for request in session.requests]
-                evidence.drafts.add(blocks, forced.draft(session))
+            forced.record_caches(evidence.whole, plan, rows, at, step, history.caches)
+            record_taps(evidence.whole, plan, "forced", taps, rows, at, output, own)
+            moved = {place.prompt for place in step.places}
+            going = [request for request in session.requests if request.prompt in moved]
+            evidence.drafts.add([request.drafts for request in going], forced.draft(going))
         _count(evidence, step, committed.accepted, prompts, rejected)
         on_step(evidence.steps, schedule.steps)
 
@@ -222,12 +221,12 @@ def _count(
     rejected: set[int],
 ) -> None:
     keys = evidence.subject.plan.keys_before_selection
-    visible = step.step.visible[: step.rows]
     evidence.rows += step.rows
-    evidence.rows_selecting += int((visible > keys).sum())
-    evidence.longest = max(evidence.longest, int(visible.max()))
+    evidence.rows_selecting += int((step.step.visible > keys).sum())
+    evidence.longest = max(evidence.longest, int(step.step.visible.max()))
+    for part in step.parts:
+        evidence.widths[part.step.rows] += part.rows // step.step.q_len
     for place, count in zip(step.places, accepted, strict=True):
-        evidence.widths[step.width] += 1
         evidence.prompts[prompts[place.prompt].name] += 1
         evidence.accepted[count] += 1
         evidence.rejected_then += place.prompt in rejected
@@ -238,13 +237,15 @@ def _count(
 
 
 def rows_of(step: VerifyStep, prompts: Sequence[Prompt]) -> list[RowAt]:
-    """Where each row of a step comes from, padding left out."""
+    """Where each row of a step comes from, and its place in the part that the fast arm ran."""
     q = step.step.q_len
-    return [
-        RowAt(prompts[place.prompt].name, place.position + row, row, step.width)
-        for place in step.places
-        for row in range(q)
-    ]
+    found = []
+    for part in step.parts:
+        for row in range(part.start, part.stop):
+            place = step.places[row // q]
+            at = place.position + row % q
+            found.append(RowAt(prompts[place.prompt].name, at, row - part.start, part.step.rows))
+    return found
 
 
 def _placed(names: Sequence[str], blemish: Blemish, at: Sequence[RowAt]) -> tuple[str, str, RowAt | None]:

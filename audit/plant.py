@@ -198,10 +198,11 @@ class KeepingHistory(History):
 
     last: tuple[VerifyStep, tuple[int, ...]] | None = field(default=None)
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: VerifyStep) -> StepOutput:
         """The step, after which the slots of rejected drafts hold again what they held before."""
         kept = [] if self.last is None else _stale(*self.last)
-        stale = torch.tensor(sorted(set(kept) & set(step.slots.tolist())), device=step.slots.device)
+        slots = step.step.slots
+        stale = torch.tensor(sorted(set(kept) & set(slots.tolist())), device=slots.device)
         before = [_rows(cache, stale.long()) for cache in self.caches]
         output = super().run(step)
         for cache, rows in zip(self.caches, before, strict=True):

@@ -71,7 +71,8 @@ def _slots(title: str, judged: list[Judged]) -> Table:
         title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption=f"worst row and mean, each over its floor: limit {FACTOR:g}; ties: choices that differed",
+        show_edge=False,
+        caption=f"worst row and mean, each over its floor: limit {FACTOR:g}; ties: near ties",
         caption_justify="left",
     )
     table.add_column("place, its worst output", no_wrap=True)

@@ -3,12 +3,15 @@
 The reference's tokens are the history. An arm that is *forced* lives beside it on the same tokens with caches
 and draft contexts of its own, forked from the reference's when the audited part begins: as in serving, where
 the prompt is always prefilled on the original path.
+
+Many requests are verified together, which is what makes a slow reference bearable. The fast arm runs them in
+*parts*: steps of exactly the widths that it is built for, as serving would.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,6 @@ from mono.dspark.verify import verify_step
 from mono.step import Step
 
 MOST_ROUNDS = 48  # rounds of one prompt that its pages must hold
-PREFILL_ROWS = 128  # rows of a prefill chunk: bounds the memory of the reference's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +40,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which part of each prompt's decode is audited.
+    """Which part of each prompt's decode is audited, and how much is done at once.
 
-    steps:   verify steps wanted, one request's verify being one step.
-    rounds:  consecutive steps of one prompt; more prompts are worth more than more rounds.
-    depths:  rounds decoded before the audited part begins, one after the other for each group, so that
-             steps lie early and late in a text.
+    steps:         verify steps wanted, one request's verify being one step.
+    rounds:        consecutive steps of one prompt; more prompts are worth more than more rounds.
+    depths:        rounds decoded before the audited part begins, for one prompt after the other, so that
+                   steps lie early and late in a text.
+    together:      prompts decoded together. prefill_rows: rows of a prefill chunk. Both bound the memory.
     """
 
     steps: int
     rounds: int = 8
     depths: tuple[int, ...] = (0, 5, 2, 9, 14)
+    together: int = 8
+    prefill_rows: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,58 +71,91 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyStep:
-    """One verify step, ready to run: `step` is padded to the width it runs at."""
+class Part:
+    """Rows `start` to `stop` of a verify step, as a step padded to a width that the fast arm is built for."""
 
+    start: int
+    stop: int
     step: Step
-    places: tuple[Place, ...]
-
-    @property
-    def width(self) -> int:
-        """Rows it runs at."""
-        return self.step.rows
 
     @property
     def rows(self) -> int:
-        """Rows that are not padding: they come first."""
-        return len(self.places) * self.step.q_len
+        """Rows that are not padding."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStep:
+    """One verify step of all requests, and the parts that the fast arm runs it in."""
+
+    step: Step
+    places: tuple[Place, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows, none of them padding."""
+        return self.step.rows
+
+
+def run_in_parts(
+    assembly: Assembly, step: VerifyStep, caches: Sequence[LayerCache], taps: Sequence[int]
+) -> StepOutput:
+    """The whole step, part after part, padding rows dropped."""
+    outputs = [(part.rows, run(assembly, part.step, caches, taps)) for part in step.parts]
+    return StepOutput(
+        torch.cat([output.logits[:rows] for rows, output in outputs]),
+        torch.cat([output.top1[:rows] for rows, output in outputs]),
+        torch.cat([output.taps[:rows] for rows, output in outputs]),
+    )
 
 
 @dataclass
 class History:
     """One arm's own past of the requests that are decoded together: caches, and what its drafter has read.
 
-    taps: decoder layers this arm hands to the drafter.
+    taps:      decoder layers this arm hands to the drafter.
+    contexts:  the drafter's, by number of the prompt.
+    in_parts:  whether it runs a step in parts.
     """
 
     assembly: Assembly
     proposer: Proposer
     taps: tuple[int, ...]
     caches: list[LayerCache]
-    contexts: list[Any]
+    contexts: dict[int, Any]
+    in_parts: bool = False
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: VerifyStep) -> StepOutput:
         """The whole step on this arm; its keys go into this history's caches."""
-        return run(self.assembly, step, self.caches, self.taps)
+        if self.in_parts:
+            return run_in_parts(self.assembly, step, self.caches, self.taps)
+        return run(self.assembly, step.step, self.caches, self.taps)
 
     def keep(self, taps: Tensor, step: VerifyStep, accepted: Sequence[int]) -> None:
         """Hand rows 0 to A of each request to the drafter; the others read a rejected token."""
         q = step.step.q_len
         for r, (place, count) in enumerate(zip(step.places, accepted, strict=True)):
-            self.proposer.write_context(
-                self.contexts[r], taps[r * q : r * q + count + 1].contiguous(), place.position
-            )
+            rows = taps[r * q : r * q + count + 1].contiguous()
+            self.proposer.write_context(self.contexts[place.prompt], rows, place.position)
 
-    def propose(self, anchors: Sequence[int], positions: Sequence[int]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """This arm's drafts for each request."""
-        if not anchors:
+        if not requests:
             return []
         device = self.assembly.device
-        at = torch.tensor(anchors, device=device), torch.tensor(positions, device=device)
-        return [tuple(row) for row in self.proposer.propose(self.contexts, *at).drafts.tolist()]
+        contexts = [self.contexts[request.prompt] for request in requests]
+        anchors = torch.tensor([request.anchor for request in requests], device=device)
+        positions = torch.tensor([request.position for request in requests], device=device)
+        drafts = self.proposer.propose(contexts, anchors, positions).drafts.tolist()
+        return [tuple(block) for block in drafts]
 
     def fork(
-        self, assembly: Assembly, taps: tuple[int, ...] | None = None, into: type[History] | None = None
+        self,
+        assembly: Assembly,
+        taps: tuple[int, ...] | None = None,
+        into: type[History] | None = None,
+        in_parts: bool = False,
     ) -> History:
         """The same past in memory of its own, continued by another arm.
 
@@ -129,17 +167,20 @@ class History:
             self.taps if taps is None else taps,
             [cache.clone() for cache in self.caches],
             copy.deepcopy(self.contexts),
+            in_parts,
         )
 
 
-@dataclass(slots=True)
-class _Request:
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt's state: where its anchor stands, what is drafted behind it, and its pages."""
+
     prompt: int
-    position: int  # the anchor's
+    table: Tensor
+    position: int
     anchor: int
-    drafts: tuple[int, ...]
-    depth: int
-    live: bool = True
+    drafts: tuple[int, ...] = ()
+    depth: int = 0
 
 
 class Session:
@@ -154,7 +195,7 @@ class Session:
         max_context: int,
         stop: frozenset[int],
         seed: int,
-        prefill_rows: int = PREFILL_ROWS,
+        prefill_rows: int,
     ) -> None:
         """Prefill the prompts and draft their first block.
 
@@ -166,86 +207,99 @@ class Session:
         self.q_len, self.prefill_rows = proposer.block + 1, prefill_rows
         self.widths, self.stop = tuple(widths), stop
         longest = max(len(prompt.ids) for _, prompt in prompts)
-        # a page for every position a request may reach, and no more: the reference gathers whole tables
-        room = min(max_context, longest + MOST_ROUNDS * self.q_len)
-        table = -(-(room + self.q_len) // self.block_size)
-        self.room = room
-        order = torch.randperm(table * len(prompts), generator=torch.Generator().manual_seed(seed))
-        self.tables = order.view(len(prompts), table).int().to(device)
-        caches = empty_caches(reference.plan, table * len(prompts), device)
-        contexts = [proposer.new_context(table * self.block_size) for _ in prompts]
+        self.room = min(max_context, longest + MOST_ROUNDS * self.q_len)
+        pages = -(-(self.room + self.q_len) // self.block_size)
+        order = torch.randperm(pages * len(prompts), generator=torch.Generator().manual_seed(seed))
+        tables = order.view(len(prompts), pages).int().to(device)
+        caches = empty_caches(reference.plan, pages * len(prompts), device)
+        contexts = {number: proposer.new_context(pages * self.block_size) for number, _ in prompts}
         self.history = History(reference, proposer, tuple(proposer.taps), caches, contexts)
-        self.requests = [
-            _Request(number, len(prompt.ids), self._prefill(r, prompt.ids), (), 0)
-            for r, (number, prompt) in enumerate(prompts)
+        started = [
+            Request(number, table, len(prompt.ids), self._prefill(number, prompt.ids, table))
+            for (number, prompt), table in zip(prompts, tables, strict=True)
         ]
-        for request in self.requests:
-            request.live = request.anchor not in stop
-        self._retire([self.history])
-        self._draft()
+        self.requests = [r for r in started if r.anchor not in stop and self._fits(r)]
+        self._draft(self.requests)
 
-    def _prefill(self, r: int, ids: Sequence[int]) -> int:
+    def _prefill(self, number: int, ids: Sequence[int], table: Tensor) -> int:
         history, device = self.history, self.history.assembly.device
         for start in range(0, len(ids), self.prefill_rows):
             chunk = torch.tensor([list(ids[start : start + self.prefill_rows])], device=device)
             end = torch.tensor([start + chunk.shape[1]], dtype=torch.int32, device=device)
-            output = history.run(Step.of(chunk, end, self.tables[r : r + 1], self.block_size))
-            history.proposer.write_context(history.contexts[r], output.taps, start)
+            step = Step.of(chunk, end, table[None], self.block_size)
+            output = run(history.assembly, step, history.caches, history.taps)
+            history.proposer.write_context(history.contexts[number], output.taps, start)
         return int(output.top1[-1])
 
-    def next(self) -> VerifyStep | None:
-        """The next verify step, padded to the smallest width that holds it; None if no text goes on."""
-        if not self.requests:
+    def advance(self, depths: Mapping[int, int]) -> None:
+        """Decode each request to a depth, given by number of its prompt; nothing is audited."""
+        while going := [r for r in self.requests if depths.get(r.prompt, 0) > r.depth]:
+            step = self.next(going)
+            assert step is not None  # some request goes on
+            self.commit(step, self.history.run(step))
+
+    def next(self, requests: Sequence[Request] | None = None) -> VerifyStep | None:
+        """The next verify step of these requests, else of all; None if no text goes on."""
+        chosen = self.requests if requests is None else list(requests)
+        if not chosen:
             return None
+        places = tuple(Place(r.prompt, r.depth, r.position, r.drafts) for r in chosen)
+        return VerifyStep(self._step(chosen), places, tuple(self._parts(chosen)))
+
+    def _step(self, requests: Sequence[Request]) -> Step:
         device = self.history.assembly.device
-        step = verify_step(
-            torch.tensor([request.anchor for request in self.requests], device=device),
-            torch.tensor([request.drafts for request in self.requests], device=device),
-            torch.tensor([request.position for request in self.requests], device=device),
-            self.tables,
+        # the reference gathers whole tables, so they end where the longest request does
+        pages = -(-(max(request.position for request in requests) + self.q_len) // self.block_size)
+        return verify_step(
+            torch.tensor([request.anchor for request in requests], device=device),
+            torch.tensor([request.drafts for request in requests], device=device),
+            torch.tensor([request.position for request in requests], device=device),
+            torch.stack([request.table[:pages] for request in requests]),
             self.block_size,
         )
-        width = next(w for w in self.widths if w >= step.rows)
-        places = tuple(Place(r.prompt, r.depth, r.position, r.drafts) for r in self.requests)
-        return VerifyStep(step.padded_to(width), places)
+
+    def _parts(self, requests: Sequence[Request]) -> list[Part]:
+        """Requests by turns at every width that holds one, the largest first."""
+        widths = [width for width in sorted(self.widths, reverse=True) if width >= self.q_len]
+        parts: list[Part] = []
+        start = 0
+        while start < len(requests):
+            some = requests[start : start + widths[len(parts) % len(widths)] // self.q_len]
+            step = self._step(some)
+            width = min(width for width in widths if width >= step.rows)
+            parts.append(Part(start * self.q_len, start * self.q_len + step.rows, step.padded_to(width)))
+            start += len(some)
+        return parts
 
     def commit(
         self, step: VerifyStep, output: StepOutput, forced: Sequence[tuple[History, StepOutput]] = ()
     ) -> Committed:
-        """Accept on the reference's top-1 and move every request on.
+        """Accept on the reference's top-1 and move the step's requests on.
 
         forced: histories that ran `step` themselves, with what came out: each hands its own taps of the
                 accepted rows to its own draft contexts.
         """
-        accepted, emitted = accept_step(step, output.top1)
-        self.history.keep(output.taps, step, accepted)
+        committed = accept_step(step, output.top1)
+        self.history.keep(output.taps, step, committed.accepted)
         for history, own in forced:
-            history.keep(own.taps, step, accepted)
-        for request, tokens in zip(self.requests, emitted, strict=True):
+            history.keep(own.taps, step, committed.accepted)
+        by_prompt = {request.prompt: request for request in self.requests}
+        moved = [by_prompt[place.prompt] for place in step.places]
+        for request, tokens in zip(moved, committed.emitted, strict=True):
             request.position += len(tokens)
             request.anchor = tokens[-1]
             request.depth += 1
-            request.live = not self.stop.intersection(tokens)
-        self._retire([self.history, *(history for history, _ in forced)])
-        self._draft()
-        return Committed(accepted, emitted)
+            if self.stop.intersection(tokens) or not self._fits(request):
+                self.requests.remove(request)
+        self._draft([request for request in moved if request in self.requests])
+        return committed
 
-    def draft_on(self, history: History) -> list[tuple[int, ...]]:
-        """Another history's drafts for the requests as they now stand; they are compared, never verified."""
-        return history.propose([r.anchor for r in self.requests], [r.position for r in self.requests])
-
-    def _draft(self) -> None:
-        for request, block in zip(self.requests, self.draft_on(self.history), strict=True):
+    def _draft(self, requests: Sequence[Request]) -> None:
+        for request, block in zip(requests, self.history.propose(requests), strict=True):
             request.drafts = block
 
-    def _retire(self, histories: Sequence[History]) -> None:
-        for request in self.requests:
-            request.live &= request.position + self.q_len <= self.room
-        keep = [request.live for request in self.requests]
-        for history in histories:
-            history.contexts = [c for c, stays in zip(history.contexts, keep, strict=True) if stays]
-        self.tables = self.tables[torch.tensor(keep, dtype=torch.bool, device=self.tables.device)]
-        self.requests = [request for request in self.requests if request.live]
+    def _fits(self, request: Request) -> bool:
+        return request.position + self.q_len <= self.room
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,26 +310,10 @@ class Committed:
     emitted: tuple[tuple[int, ...], ...]
 
 
-def accept_step(step: VerifyStep, top1: Tensor) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def accept_step(step: VerifyStep, top1: Tensor) -> Committed:
     """Accepted length and emitted tokens of each request, from the top-1 of the step's rows."""
-    rows = top1[: step.rows].view(len(step.places), step.step.q_len).cpu()
-    drafts = torch.tensor([place.drafts for place in step.places])
-    found = accept_greedy(drafts, rows)
+    rows = top1.view(len(step.places), step.step.q_len).cpu()
+    found = accept_greedy(torch.tensor([place.drafts for place in step.places]), rows)
     accepted = tuple(found.accepted.tolist())
-    emitted = tuple(tuple(row[: a + 1]) for row, a in zip(found.emitted.tolist(), accepted, strict=True))
-    return accepted, emitted
-
-
-def groups(
-    widths: Sequence[int], q_len: int, prompts: int, schedule: Schedule
-) -> Iterator[tuple[range, int]]:
-    """Which prompts are decoded together, and how deep their audited part begins.
-
-    Group sizes go round over the widths, largest first, so that every width is visited early.
-    """
-    sizes = [width // q_len for width in sorted(widths, reverse=True) if width >= q_len]
-    start = turn = 0
-    while start < prompts:
-        size = min(sizes[turn % len(sizes)], prompts - start)
-        yield range(start, start + size), schedule.depths[turn % len(schedule.depths)]
-        start, turn = start + size, turn + 1
+    emitted = zip(found.emitted.tolist(), accepted, strict=True)
+    return Committed(accepted, tuple(tuple(tokens[: a + 1]) for tokens, a in emitted))

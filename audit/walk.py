@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -13,6 +13,7 @@ from audit.arms import Arms, At, Run
 from audit.measures import finite_rows, least_error, row_error
 from audit.steps import VerifyStep
 from audit.written import MANTISSA, head_error, head_least, raw_bytes, stray, written_rows
+from mono.assembly import Assembly
 from mono.caches import LayerCache
 from mono.decode import StepOutput
 from mono.formats import PtpcFp8
@@ -115,11 +116,10 @@ def _run_all(
         into = caches if name == "reference" else scratch
         if attends and name != "reference":
             scratch[layer].copy_(caches[layer])
-        # the fast arm gets a carry of its own: what it writes into it shows, and harms no other arm
-        given = _copy(at.carry) if name == "fast" else at.carry
-        after = assembly.run_slot(at.index, given, step, into)
-        if name == "fast":
-            wrong = [f"carry.{field} was altered in place" for field in _altered(at.carry, given)]
+        if name != "fast":
+            after = assembly.run_slot(at.index, at.carry, step, into)
+        else:
+            after, wrong = _run_in_parts(assembly, at, into)
             if attends:
                 touched = stray(scratch[layer], caches[layer], step)
                 wrong += [f"cache.{field} was written outside the step's slots" for field in touched]
@@ -205,9 +205,38 @@ def _error(value: Tensor | None, want: Tensor, rows: slice) -> Tensor:
     return row_error(value[rows], want)
 
 
-def _copy(carry: Carry) -> Carry:
+def _run_in_parts(assembly: Assembly, at: At, caches: Sequence[LayerCache]) -> tuple[Carry, list[str]]:
+    """The slot on the fast arm, part after part; and the fields of the carry that it wrote into.
+
+    Each part gets a carry of its own: what the arm writes into it shows, and harms no other arm.
+    """
+    pieces: list[Carry] = []
+    altered: list[str] = []
+    for part in at.step.parts:
+        padding = part.step.rows - part.rows
+        start, stop = part.start, part.stop
+        before = _each(at.carry, lambda x: _padded(x[start:stop], padding))  # noqa: B023  # called at once
+        given = _each(before, torch.clone)
+        after = assembly.run_slot(at.index, given, part.step, caches)
+        altered += _altered(before, given)
+        pieces.append(_each(after, lambda x: x[: stop - start]))  # noqa: B023
+    together = {f.name: [getattr(piece, f.name) for piece in pieces] for f in fields(Carry)}
+    whole = {
+        name: None if any(x is None for x in values) else torch.cat(values)
+        for name, values in together.items()
+    }
+    residual = whole.pop("residual")
+    assert residual is not None  # a carry always has one
+    return Carry(residual, **whole), [f"carry.{name} was altered in place" for name in dict.fromkeys(altered)]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(rows, *x.shape[1:])]) if rows else x
+
+
+def _each(carry: Carry, change: Callable[[Tensor], Tensor]) -> Carry:
     values = {f.name: getattr(carry, f.name) for f in fields(carry)}
-    return replace(carry, **{name: x.clone() for name, x in values.items() if x is not None})
+    return replace(carry, **{name: change(x) for name, x in values.items() if x is not None})
 
 
 def _altered(before: Carry, after: Carry) -> list[str]:

@@ -14,11 +14,13 @@ from audit.arms import Arms
 from audit.floor import Ledger, RowAt
 from audit.margins import margin_change, margins
 from audit.measures import finite_rows, kl_divergence, least_error, row_error
-from audit.steps import Committed, History, Session, VerifyStep
+from audit.steps import Committed, History, Request, Session, VerifyStep, run_in_parts
 from audit.written import MANTISSA, cache_rows, head_error, head_least
 from mono.assembly import Assembly
 from mono.caches import LayerCache
 from mono.decode import StepOutput, run
+from mono.layers import moe
+from mono.plan import Plan
 
 Floats = NDArray[np.float64]
 
@@ -131,8 +133,10 @@ def shadow(
     for name, assembly in {**floor, "fast": arms.fast}.items():
         for own, theirs in zip(scratch, before, strict=True):
             own.copy_(theirs)
-        at = candidate.taps if name == "fast" and candidate.taps is not None else taps
-        outputs[name] = run(assembly, step.step, scratch, at)
+        if name == "fast":
+            outputs[name] = run_in_parts(assembly, step, scratch, candidate.taps or taps)
+        else:
+            outputs[name] = run(assembly, step.step, scratch, taps)
     return outputs
 
 
@@ -141,8 +145,22 @@ def whole_floor(arms: Arms) -> tuple[str, ...]:
     return ("oracle", *arms.floor)
 
 
+def event_upstream(plan: Plan, layers: int) -> float:
+    """What one near tie in the first `layers` decoder layers may cost a row behind them.
+
+    Legal orders of sums decide near ties otherwise, now and then. A swapped expert is the last of K, with at
+    most 1/K of the routed weight, in a slot whose output is at most half of the stream: 1 / (2 K). Where no
+    expert is chosen, a re-rounded row of activations: 2^-5 (`walk`). 0 where nothing comes before.
+    """
+    before = [slot.spec for slot in plan.slots if 0 <= slot.layer < layers]
+    if not before:
+        return 0.0
+    return max([2.0**-5, *(0.5 / spec.topk for spec in before if isinstance(spec, moe.Spec))])
+
+
 def record_taps(
     ledger: Ledger,
+    plan: Plan,
     place: str,
     taps: tuple[int, ...],
     rows: Sequence[int],
@@ -159,7 +177,7 @@ def record_taps(
             f"{place}: tap after layer {tap}",
             "tap",
             {arm: row_error(output.taps[list(rows), of], want) for arm, output in others.items()},
-            least_error(want, 7),  # a tap is bf16
+            least_error(want, 7).clamp(min=event_upstream(plan, tap + 1)),  # a tap is bf16
             [at[row] for row in rows],
         )
 
@@ -189,16 +207,16 @@ class Forced:
         past = session.history
         self.histories = {name: past.fork(assembly) for name, (assembly, _) in arms.floor.items()}
         self.histories["oracle"] = past.fork(arms.oracle)
-        self.histories["fast"] = past.fork(arms.fast, candidate.taps, candidate.history)
+        self.histories["fast"] = past.fork(arms.fast, candidate.taps, candidate.history, in_parts=True)
 
     def run(self, step: VerifyStep) -> dict[str, StepOutput]:
         """The step on every arm, each on its own past."""
-        return {name: history.run(step.step) for name, history in self.histories.items()}
+        return {name: history.run(step) for name, history in self.histories.items()}
 
     def record_caches(
         self,
         ledger: Ledger,
-        names: Sequence[str],
+        plan: Plan,
         rows: Sequence[int],
         at: Sequence[RowAt],
         step: VerifyStep,
@@ -206,17 +224,18 @@ class Forced:
     ) -> None:
         """Compare the cache slots of the accepted rows after the step: what later steps will read."""
         slots = step.step.slots[list(rows)]
-        for layer, (name, cache) in enumerate(zip(names, reference, strict=True)):
+        for layer, cache in enumerate(reference):
+            name = plan.slots[1 + 2 * layer]
             want = cache_rows(cache, slots)
             got = {arm: cache_rows(history.caches[layer], slots) for arm, history in self.histories.items()}
             for output, values in want.items():
                 errors = {arm: head_error(found[output], values) for arm, found in got.items()}
-                event = head_least(values, MANTISSA[cache.k.dtype])
+                event = head_least(values, MANTISSA[cache.k.dtype]).clamp(min=event_upstream(plan, layer))
                 ledger.add(f"{name}: own cache", output, errors, event, [at[row] for row in rows])
 
-    def draft(self, session: Session) -> dict[str, list[tuple[int, ...]]]:
-        """Each arm's drafts for the next step; taken after the session has moved on."""
-        return {name: session.draft_on(history) for name, history in self.histories.items()}
+    def draft(self, requests: Sequence[Request]) -> dict[str, list[tuple[int, ...]]]:
+        """Each arm's drafts for the next step; they are compared, never verified."""
+        return {name: history.propose(requests) for name, history in self.histories.items()}
 
 
 def accepted_rows(step: VerifyStep, committed: Committed) -> list[int]:
