@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from mono.dspark.acceptance import accept_greedy
+
 Place = Literal["before", "decisive", "after"]
 
 
@@ -61,16 +65,12 @@ class StepAcceptance:
 
 
 def accept(drafts: Sequence[int], top1: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Accepted length and emitted tokens of a greedy verify.
-
-    A = largest a with top1[i - 1] = drafts[i - 1] for all 1 <= i <= a;  emitted = top1[0 .. A]
-    """
+    """Accepted length and emitted tokens of one request, by the rule that serving uses (`accept_greedy`)."""
     if len(top1) != len(drafts) + 1:
         raise ValueError(f"accept: expected one top-1 more than drafts, got {len(top1)} and {len(drafts)}")
-    accepted = 0
-    while accepted < len(drafts) and top1[accepted] == drafts[accepted]:
-        accepted += 1
-    return accepted, tuple(top1[: accepted + 1])
+    found = accept_greedy(torch.tensor([list(drafts)]), torch.tensor([list(top1)]))
+    accepted = int(found.accepted[0])
+    return accepted, tuple(found.emitted[0, : accepted + 1].tolist())
 
 
 def compare_acceptance(

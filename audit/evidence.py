@@ -190,6 +190,8 @@ def _audit_session(
                     seen.gap,
                     seen.noise,
                     seen.experts,
+                    seen.unequal,
+                    seen.ulps,
                 )
             evidence.blemishes += [_placed(names, blemish, at) for blemish in local.blemishes]
         else:

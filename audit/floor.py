@@ -60,6 +60,8 @@ class Judged:
     mean_ratio:    of the means; for an expert, if `expert` is not None.
     explained:     rows whose choice differed within the noise; beyond: rows where it differed beyond it,
                    with the largest gap in units of the noise and its place.
+    unequal, ulps: share of elements that are not the oracle's, and the largest distance; not judged, because
+                   near zero an ulp is nothing.
     """
 
     place: str
@@ -77,6 +79,8 @@ class Judged:
     beyond: int
     gap_ratio: float
     gap_at: RowAt | None
+    unequal: float
+    ulps: int
 
     @property
     def reasons(self) -> list[str]:
@@ -110,6 +114,8 @@ class _Rows:
     experts: list[NDArray[np.int64]] = field(default_factory=list)
     at: list[RowAt] = field(default_factory=list)
     noise: float = 0.0
+    unequal: float = 0.0
+    ulps: int = 0
 
 
 class Ledger:
@@ -130,6 +136,8 @@ class Ledger:
         gap: Tensor | None = None,
         noise: float = 0.0,
         experts: Tensor | None = None,
+        unequal: float = 0.0,
+        ulps: int = 0,
     ) -> None:
         """Add the rows of one step; fields as in `walk.Comparison`, errors by arm."""
         rows = self._rows.setdefault((place, output), _Rows())
@@ -141,6 +149,8 @@ class Ledger:
         if experts is not None:
             rows.experts.append(experts.cpu().numpy())
         rows.at += at
+        rows.unequal += unequal * len(at)
+        rows.ulps = -1 if min(ulps, rows.ulps) < 0 else max(ulps, rows.ulps)
         rows.noise = max(rows.noise, noise)
 
     @property
@@ -203,6 +213,8 @@ class Ledger:
             beyond=int(over.sum()),
             gap_ratio=float(_over(gap[widest : widest + 1], np.array([rows.noise]))[0]),
             gap_at=rows.at[widest] if gap[widest] > 0 else None,
+            unequal=rows.unequal / len(got),
+            ulps=rows.ulps,
         )
 
 

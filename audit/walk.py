@@ -10,7 +10,7 @@ from torch import Tensor
 
 from audit import choices, forcing
 from audit.arms import Arms, At, Run
-from audit.measures import finite_rows, least_error, row_error
+from audit.measures import finite_rows, least_error, row_error, row_ulps
 from audit.steps import VerifyStep
 from audit.written import MANTISSA, head_error, head_least, raw_bytes, stray, written_rows
 from mono.assembly import Assembly
@@ -41,6 +41,8 @@ class Comparison:
     gap:      [T], how near a tie that choice was; 0 where the oracle's was made.
     noise:    largest difference of a score from the oracle's on any floor arm.
     experts:  [T, K] experts of each row, or None.
+    unequal:  share of the fast arm's elements that are not the oracle's to the bit. ulps: the largest
+              distance among them, along the output's own number line; -1 if any is not finite.
     """
 
     slot: int
@@ -51,6 +53,8 @@ class Comparison:
     gap: Tensor
     noise: float
     experts: Tensor | None = None
+    unequal: float = 0.0
+    ulps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +166,28 @@ def _compare(arms: Arms, at: At, runs: Mapping[str, Run], scratch: LayerCache) -
         errors = {arm: _error(value, want, rows) for arm, value in values.items() if arm != "oracle"}
         output = "embedding" if slot.kind == "embed" else name
         event = none if output in EXACT else _event(arms, at, output, want)
-        if choice is None or output != "partial":
-            yield Comparison(at.index, output, errors, event, errors["fast"], none, 0.0)
-            continue
-        for arm, tied in choice.tied.items():
-            errors[arm] = torch.where(tied, float("nan"), errors[arm])
-        behind = _error(values["fast"], choice.forced, rows)
-        yield Comparison(at.index, output, errors, event, behind, choice.gap, choice.noise, choice.experts)
+        behind, gap, noise, experts = errors["fast"], none, 0.0, None
+        if choice is not None and output == "partial":
+            for arm, tied in choice.tied.items():
+                errors[arm] = torch.where(tied, float("nan"), errors[arm])
+            behind = _error(values["fast"], choice.forced, rows)
+            gap, noise, experts = choice.gap, choice.noise, choice.experts
+        apart = _apart(values["fast"], want, rows)
+        yield Comparison(at.index, output, errors, event, behind, gap, noise, experts, *apart)
     for name, want in oracle.written.items():
         errors = {arm: head_error(run_.written[name], want) for arm, run_ in runs.items() if arm != "oracle"}
-        yield Comparison(
-            at.index, name, errors, head_least(want, MANTISSA[scratch.k.dtype]), errors["fast"], none, 0.0
-        )
+        event = head_least(want, MANTISSA[scratch.k.dtype])
+        apart = _apart(runs["fast"].written[name], want, rows)
+        yield Comparison(at.index, name, errors, event, errors["fast"], none, 0.0, None, *apart)
+
+
+def _apart(value: Tensor | None, want: Tensor, rows: slice) -> tuple[float, int]:
+    """Share of elements that differ, and the largest distance in ulps; see `Comparison`."""
+    if value is None or value[rows].shape != want.shape:
+        return 1.0, -1
+    got = value[rows]
+    ulps = row_ulps(got, want)
+    return float((got != want).double().mean()), -1 if bool((ulps < 0).any()) else int(ulps.max())
 
 
 def _event(arms: Arms, at: At, output: str, want: Tensor) -> Tensor:
