@@ -78,6 +78,11 @@ class Quantisation:
         exclude = said.get("exclude", []) if known == "quark" else []
         if not isinstance(exclude, list) or not all(isinstance(pattern, str) for pattern in exclude):
             raise CheckpointError(f"{file}: exclude: expected a list of patterns, got {exclude!r:.80}")
+        for pattern in exclude:
+            try:
+                _matches(pattern, "")
+            except re.error as error:
+                raise CheckpointError(f"{file}: exclude: expected patterns, got {pattern!r}: {error}") from error
         return Quantisation(file, known, layouts, tuple(exclude))
 
     def check(self, found: Found) -> None:

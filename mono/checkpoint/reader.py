@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mono.checkpoint.digest import digest
 from mono.checkpoint.errors import CheckpointError
 from mono.checkpoint.names import DRAFTER_PREFIX, canonical
 from mono.checkpoint.quantisation import Quantisation
-from mono.checkpoint.shards import DTYPES, Entry, read_folder, read_json
+from mono.checkpoint.shards import DTYPES, Entry, read_bytes, read_folder, read_json
 from mono.checkpoint.stored import SUFFIXES, Found, find, read
 from mono.formats import Matrix
 
@@ -29,7 +28,14 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     Errors:  CheckpointError for a missing or unreadable file, a truncated one, an index that does not fit the
              files, a tensor in two places, or a quantisation method that is not known.
     """
-    folder = Path(path)
+    try:
+        return _load(Path(path))
+    except OSError as error:
+        where = error.filename or path
+        raise CheckpointError(f"{where}: expected a readable file, got {error.strerror}") from error
+
+
+def _load(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     entries = read_folder(folder)
     if not entries:
@@ -105,19 +111,16 @@ class Checkpoint:
                  here: a tensor of that dtype is returned as uint8.
         """
         entry = self.entry(name)
-        with safe_open(entry.file, framework="pt") as opened:
-            stored: Tensor = opened.get_tensor(entry.stored)
-        if entry.dtype == "F8_E8M0":
-            return stored.view(torch.uint8).clone()
-        if DTYPES[entry.dtype].is_floating_point:
+        dtype = torch.uint8 if entry.dtype == "F8_E8M0" else DTYPES[entry.dtype]
+        stored = read_bytes(entry).view(dtype).view(entry.shape)
+        if dtype.is_floating_point:
             # e4m3 has no infinity, and few operations take it directly
             bad = stored.isnan() if entry.dtype.startswith("F8") else ~stored.isfinite()
             if count := int(bad.sum()):
                 raise CheckpointError(
                     f"{entry}: expected finite values, got {count} NaN or infinite of {stored.numel()}"
                 )
-        # older safetensors hand out views of the mapped file, at any alignment
-        return stored.clone()
+        return stored
 
     def find(self, prefix: str) -> Found:
         """The format and logical shape of the matrix under `prefix`, from the headers alone.

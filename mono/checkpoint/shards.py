@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mono.checkpoint.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000  # bytes, the format's own limit
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -87,9 +89,9 @@ def read_header(file: Path) -> list[Entry]:
     """The tensors of one safetensors file.
 
     Layout:  8 bytes n, little endian; n bytes of JSON; then the data, whose offsets count from its start.
-    Errors:  CheckpointError if the header is cut short or no JSON object, a dtype is unknown, a byte range
-             does not fit its dtype and shape or is not inside the file, or the data has gaps, overlaps or a
-             surplus.
+    Errors:  CheckpointError if the header is cut short, longer than the format allows or no JSON object, a
+             dtype is unknown, a byte range does not fit its dtype and shape or is not inside the file, or the
+             data has gaps, overlaps or a surplus.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -97,6 +99,8 @@ def read_header(file: Path) -> list[Entry]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or 8 + length > size:
             raise CheckpointError(f"{file}: truncated: expected a header of {length} bytes, file has {size}")
+        if length > MOST_HEADER:
+            raise CheckpointError(f"{file}: expected a header of at most {MOST_HEADER} bytes, got {length}")
         text = opened.read(length)
     header = parse_object(text, file)
     header.pop("__metadata__", None)
@@ -112,6 +116,24 @@ def read_header(file: Path) -> list[Entry]:
     if at != size:
         raise CheckpointError(f"{file}: expected {at} bytes, got {size}")
     return entries
+
+
+def read_bytes(entry: Entry) -> Tensor:
+    """The bytes of one stored tensor, [n] uint8 in memory of their own.
+
+    By the place that `read_header` checked, whatever else a header says.
+    Errors:  CheckpointError if the file can no longer be read, or has shrunk since.
+    """
+    content = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+    try:
+        with entry.file.open("rb") as opened:
+            opened.seek(entry.start)
+            got = opened.readinto(content.numpy())  # type: ignore[attr-defined]  # of a buffered reader
+    except OSError as error:
+        raise CheckpointError(f"{entry}: expected a readable file, got {error.strerror}") from error
+    if got != len(content):
+        raise CheckpointError(f"{entry}: truncated: expected {len(content)} bytes, got {got}")
+    return content
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -134,7 +156,9 @@ def parse_object(text: bytes, file: Path) -> dict[str, Any]:
 
     try:
         parsed = json.loads(text, object_pairs_hook=once)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, an endless number or nesting
         raise CheckpointError(f"{file}: expected JSON, got {error}") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(parsed).__name__}")

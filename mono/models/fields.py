@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,10 +38,10 @@ class Fields:
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A positive number."""
-        value = float(self._typed(name, (int, float), "a number", default))
-        if not 0.0 < value < float("inf"):
+        value: float = self._typed(name, (int, float), "a number", default)
+        if not 0.0 < value <= sys.float_info.max:  # an integer may be longer than any float
             raise self.wrong(name, "a positive number", value)
-        return value
+        return float(value)
 
     def switch(self, name: str, default: bool = _REQUIRED) -> bool:
         """True or false."""

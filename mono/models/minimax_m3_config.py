@@ -156,11 +156,13 @@ def _rope(f: Fields, head_dim: int) -> tuple[int, float]:
         raise f.wrong("rope_scaling", "none", f.values["rope_scaling"])
     if f.has("rope_parameters"):
         inner = f.inner("rope_parameters")
-        inner.only("rope_type", "default", default="default")
+        for name in ("rope_type", "type"):  # `type` is the field's older word
+            inner.only(name, "default", default="default")
         for name in ("rope_theta", "partial_rotary_factor"):
             if inner.has(name) and f.has(name) and inner.values[name] != f.values[name]:
                 raise inner.wrong(name, f"{f.values[name]!r}, as outside", inner.values[name])
-        f = Fields(f.where, {**inner.values, **f.values})
+        outside = {name: value for name, value in f.values.items() if value is not None}
+        f = Fields(f.where, {**inner.values, **outside})
     if not f.has("rotary_dim") and not f.has("partial_rotary_factor"):
         raise CheckpointError(f"{f.where}.rotary_dim: missing, and partial_rotary_factor too")
     factor = f.number("partial_rotary_factor") if f.has("partial_rotary_factor") else None

@@ -281,6 +281,7 @@ def test_a_ptpc_scale_is_finite_and_positive(tmp_path: Path, scale: float) -> No
             r"expected \[1, 32\], got \[128, 128\]$",
         ),
         ({"quant_method": "quark", "exclude": "lm_head"}, r"exclude: expected a list of patterns"),
+        ({"quant_method": "quark", "exclude": ["re:(("]}, r"exclude: expected patterns, got 're:\(\(': missing"),
     ],
 )
 def test_an_unknown_quantisation_stops_at_the_door(
@@ -381,6 +382,13 @@ def rewrite_header(file: Path, old: bytes, new: bytes) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
+def test_metadata_is_not_read(folder: Path) -> None:
+    rewrite_header(shards(folder)[0], b'"format":"pt"', b'"format":3')
+    checkpoint = load_checkpoint(folder)
+    for name in checkpoint.names:
+        checkpoint.tensor(name)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -400,6 +408,33 @@ def test_a_wrong_header_is_found_at_open(folder: Path, old: bytes, new: bytes, m
     rewrite_header(shards(folder)[0], old, new)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder)
+
+
+def test_a_header_beyond_the_formats_limit_is_not_read(folder: Path) -> None:
+    with shards(folder)[0].open("r+b") as opened:
+        opened.write((200_000_000).to_bytes(8, "little"))
+        opened.truncate(300_000_000)  # sparse: takes no room
+    with pytest.raises(CheckpointError, match="expected a header of at most 100000000 bytes, got 200000000"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("to", ["nowhere", "."])
+def test_a_file_that_cannot_be_read_is_named(folder: Path, to: str) -> None:
+    (folder / INDEX).unlink()
+    (folder / "stray.safetensors").symlink_to(to)
+    with pytest.raises(CheckpointError, match="stray.safetensors: expected a readable file, got"):
+        load_checkpoint(folder)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
+    checkpoint = load_checkpoint(folder)
+    entry = max(checkpoint.entries.values(), key=lambda entry: (entry.file, entry.stop))
+    with entry.file.open("r+b") as opened:
+        opened.truncate(entry.stop - 1)
+    size = entry.stop - entry.start
+    name = next(name for name, at in checkpoint.entries.items() if at is entry)
+    with pytest.raises(CheckpointError, match=rf"truncated: expected {size} bytes, got {size - 1}$"):
+        checkpoint.tensor(name)
 
 
 def test_overlapping_tensors_are_found_at_open(tmp_path: Path) -> None:
@@ -469,10 +504,13 @@ def test_a_tensor_only_the_index_knows(folder: Path) -> None:
     [
         ("config.json", None, "config.json: expected a file, there is none"),
         ("config.json", "{", "config.json: expected JSON, got"),
+        ("config.json", "[" * 100_000, "config.json: expected JSON, got maximum recursion depth"),
+        ("config.json", f'{{"a": {"9" * 5000}}}', "config.json: expected JSON, got Exceeds the limit"),
         ("config.json", "[]", "config.json: expected a JSON object, got list"),
         ("config.json", '{"a": 1, "a": 2}', "config.json: a: expected once, got 2 times"),
         ("config.json", '{"text_config": 3}', "text_config: expected an object, got int"),
         (INDEX, "{}", "weight_map: expected an object of file names, got None"),
+        (INDEX, f'{{"weight_map": {{"a": "{"x" * 5000}"}}}}', "xxx: expected a readable file, got File name"),
         (INDEX, '{"weight_map": {"a": 3}}', "weight_map: expected an object of file names"),
     ],
 )

@@ -105,6 +105,7 @@ def test_overrides_may_stand_at_the_top_level() -> None:
         {"partial_rotary_factor": ...},
         {"rotary_dim": ..., "partial_rotary_factor": ..., "rope_parameters": {"partial_rotary_factor": 0.5}},
         {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5000000}},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 5000000}},
     ],
 )
 def test_rotary_dims_and_base_have_several_spellings(fields: dict[str, Any]) -> None:
@@ -161,6 +162,7 @@ def test_a_missing_field_of_the_sparse_attention_is_named(name: str) -> None:
         ({"hidden_size": True}, "hidden_size: expected an integer, got True"),
         ({"hidden_size": 0}, "hidden_size: expected at least 1, got 0"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps: expected a positive number, got -1e-06"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected a positive number, got 1000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a positive number, got nan"),
         ({"routed_scaling_factor": None}, "routed_scaling_factor: missing"),
         ({"num_key_value_heads": 5}, "num_attention_heads: expected a multiple of 5 KV heads, got 64"),
@@ -178,6 +180,7 @@ def test_a_missing_field_of_the_sparse_attention_is_named(name: str) -> None:
         ),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: expected none, got"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type: expected 'default'"),
+        ({"rope_parameters": {"type": "yarn"}}, "rope_parameters.type: expected 'default'"),
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta: expected 5000000, as outside, got 1000000.0"),
         ({"use_index_cache": 1}, "use_index_cache: expected true or false, got 1"),
         ({"index_topk_freq": 0}, "index_topk_freq: expected at least 1, got 0"),
