@@ -82,7 +82,9 @@ class Quantisation:
             try:
                 _matches(pattern, "")
             except re.error as error:
-                raise CheckpointError(f"{file}: exclude: expected patterns, got {pattern!r}: {error}") from error
+                raise CheckpointError(
+                    f"{file}: exclude: expected patterns, got {pattern!r}: {error}"
+                ) from error
         return Quantisation(file, known, layouts, tuple(exclude))
 
     def check(self, found: Found) -> None:

@@ -128,7 +128,7 @@ def read_bytes(entry: Entry) -> Tensor:
     try:
         with entry.file.open("rb") as opened:
             opened.seek(entry.start)
-            got = opened.readinto(content.numpy())  # type: ignore[attr-defined]  # of a buffered reader
+            got = opened.readinto(memoryview(content.numpy()))
     except OSError as error:
         raise CheckpointError(f"{entry}: expected a readable file, got {error.strerror}") from error
     if got != len(content):

@@ -281,7 +281,10 @@ def test_a_ptpc_scale_is_finite_and_positive(tmp_path: Path, scale: float) -> No
             r"expected \[1, 32\], got \[128, 128\]$",
         ),
         ({"quant_method": "quark", "exclude": "lm_head"}, r"exclude: expected a list of patterns"),
-        ({"quant_method": "quark", "exclude": ["re:(("]}, r"exclude: expected patterns, got 're:\(\(': missing"),
+        (
+            {"quant_method": "quark", "exclude": ["re:(("]},
+            r"exclude: expected patterns, got 're:\(\(': missing",
+        ),
     ],
 )
 def test_an_unknown_quantisation_stops_at_the_door(
@@ -422,7 +425,7 @@ def test_a_header_beyond_the_formats_limit_is_not_read(folder: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(folder: Path, to: str) -> None:
     (folder / INDEX).unlink()
     (folder / "stray.safetensors").symlink_to(to)
-    with pytest.raises(CheckpointError, match="stray.safetensors: expected a readable file, got"):
+    with pytest.raises(CheckpointError, match=r"stray\.safetensors: expected a readable file, got"):
         load_checkpoint(folder)
 
 
