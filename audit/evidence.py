@@ -133,10 +133,11 @@ def gather(
         local=Ledger(arms.floor_arms),
         whole=Ledger(whole_floor(arms)),
     )
-    start = 0
+    start, every_width = 0, sum(width // deployment.q_len for width in deployment.widths)
     while start < len(prompts) and evidence.steps < schedule.steps:
         missing = -(-(schedule.steps - evidence.steps) // schedule.rounds)
-        some = list(enumerate(prompts))[start : start + min(missing, schedule.together)]
+        count = min(max(missing, every_width), max(schedule.together, every_width))
+        some = list(enumerate(prompts))[start : start + count]
         session = Session(
             arms.reference,
             subject.proposer,
