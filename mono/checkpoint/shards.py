@@ -128,7 +128,7 @@ def read_bytes(entry: Entry) -> Tensor:
     try:
         with entry.file.open("rb") as opened:
             opened.seek(entry.start)
-            got = opened.readinto(memoryview(content.numpy()))
+            got = opened.readinto(content.numpy())  # type: ignore[arg-type]  # an array is a buffer
     except OSError as error:
         raise CheckpointError(f"{entry}: expected a readable file, got {error.strerror}") from error
     if got != len(content):
