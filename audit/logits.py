@@ -118,7 +118,8 @@ def _logit_reasons(found: JudgedLogits, seen: Logits, rows: int) -> list[str]:
     if found.size > FACTOR * noise.size:
         reasons.append(
             f"{mode}: the margin changes by {found.size:.3g} (root mean square),"
-            f" {found.size / noise.size:.3g} times what other orders of sums change (limit {FACTOR:g})"
+            f" {found.size / noise.size:.3g} times what a row changes by under other orders of sums"
+            f" (limit {FACTOR:g})"
             if noise.size > 0
             else f"{mode}: the margin changes by {found.size:.3g}, and under other orders of sums not at all"
         )

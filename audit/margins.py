@@ -21,7 +21,7 @@ from torch import Tensor
 FlipClass = Literal["T0", "T1", "T2", "T3"]
 Floats = NDArray[np.float64]
 
-NOISE_SIZES = 4.0  # a normal change exceeds four times its root mean square once in 16,000 rows
+NOISE_SIZES = 4.0  # a normal change exceeds four times its sigma once in 16,000 rows
 TO_SIGMA = 1.4826  # a normal distribution's sigma over its median absolute deviation
 
 
@@ -66,21 +66,38 @@ def robust_sigma(change: Floats) -> float:
 
 
 def size(change: Floats) -> float:
-    """Root mean square of the changes. 0 for an empty array, infinite if any is not finite.
+    """Root mean square of the changes, the largest 1 % pulled in. 0 for an empty array.
 
-    Unlike the robust sigma it counts the rare large ones. On most rows rounding hides another order of
-    sums altogether, so that half the changes, and with them the robust sigma, are a last bit.
+    Unlike the robust sigma it counts rare changes: on most rows rounding hides another order of sums
+    altogether, so that half the changes, and with them the robust sigma, are a last bit. The largest 1 % are
+    near ties of experts and KV blocks, one of which would outweigh all. Infinite if any is not finite.
     """
     if not np.isfinite(change).all():
         return math.inf
-    return float(np.sqrt(np.mean(np.square(change)))) if change.size else 0.0
+    return float(np.sqrt(np.mean(np.square(_pulled_in(change))))) if change.size else 0.0
+
+
+def size_where_changed(change: Floats) -> float:
+    """Size of a change where there is one: the sum of D^2 over the sum of |D|, the largest 1 % pulled in.
+
+    If a share of the rows changes by s and the others not at all, this is s, whatever the share; for normal
+    changes it is 1.25 sigma. So it says how large the size of an arm may be that changes every row.
+    """
+    changed = _pulled_in(change)
+    total = float(changed.sum())
+    return float(np.square(changed).sum() / total) if total > 0 else 0.0
+
+
+def _pulled_in(change: Floats) -> Floats:
+    magnitude: Floats = np.abs(change)
+    return np.minimum(magnitude, np.quantile(magnitude, 0.99)) if magnitude.size else magnitude
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
     """How much the margin changes under legal orders of sums.
 
-    sigma:     the largest robust sigma of the floor arms. size: their largest root mean square.
+    sigma:     the largest robust sigma of the floor arms. size: the largest size where changed.
     largest:   the largest change any floor arm showed on any of these rows. The distribution has a heavy
                tail: where an expert or a KV block is a near tie, the last bit decides it, and with it
                much more than the last bit.
@@ -104,7 +121,7 @@ def noise_of(floor_changes: list[Floats]) -> Noise:
     together = np.sort(np.concatenate(finite)) if finite else np.zeros(0)
     return Noise(
         sigma=max((robust_sigma(change) for change in finite), default=0.0),
-        size=max((size(change) for change in finite), default=0.0),
+        size=max((size_where_changed(change) for change in finite), default=0.0),
         largest=float(np.abs(together).max()) if together.size else 0.0,
         changes=together,
     )

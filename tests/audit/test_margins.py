@@ -16,6 +16,7 @@ from audit.margins import (
     robust_sigma,
     shift,
     size,
+    size_where_changed,
 )
 
 NOISE = Noise(sigma=0.01, size=0.05, largest=0.3, changes=np.array([-0.3, 0.0, 0.1]))
@@ -74,10 +75,25 @@ def test_expected_flips_follow_the_measured_noise() -> None:
     assert expected_flips(np.array([0.0]), noise_of([])) == 0.0
 
 
-def test_size_counts_rare_large_changes_and_never_hides_a_nan() -> None:
-    change = np.zeros(100)
-    change[7] = 1.0
+def test_size_counts_rare_changes_and_never_hides_a_nan() -> None:
+    change = np.zeros(1000)
+    change[:100] = 0.5
     assert robust_sigma(change) == 0.0
-    assert size(change) == pytest.approx(0.1)
+    assert size(change) == pytest.approx(0.5 * 0.1**0.5)
     change[3] = float("nan")
     assert size(change) == float("inf")
+
+
+def test_one_wild_row_does_not_make_the_size() -> None:
+    change = np.random.default_rng(0).normal(0, 0.05, 1000)
+    sizes = size(change), size_where_changed(change)
+    change[0] = 100.0
+    assert (size(change), size_where_changed(change)) == pytest.approx(sizes, rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_size_where_changed_does_not_depend_on_how_many_rows_do(share) -> None:
+    change = np.zeros(1000)
+    change[: int(1000 * share)] = -0.5
+    assert size_where_changed(change) == pytest.approx(0.5)
+    assert size_where_changed(np.zeros(10)) == size_where_changed(np.zeros(0)) == 0.0

@@ -148,7 +148,7 @@ def scale_changes(evidence: Evidence, change) -> None:
 
 
 def test_a_change_of_the_margin_beyond_the_floor_fails_without_a_flip(evidence) -> None:
-    scale_changes(evidence, lambda noise: 5 * noise)
+    scale_changes(evidence, lambda noise: 7 * noise)
     assert "the margin changes by" in reasons(evidence)[0]
     scale_changes(evidence, lambda noise: 2 * noise)
     assert judge(evidence, 0.2).outcome is Outcome.PASS
