@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from audit.arms import Arms
-from audit.floor import Ledger, RowAt
+from audit.floor import EVENT_RATE_WHOLE, Ledger, RowAt
 from audit.steps import Prompt, Schedule, Session, VerifyStep
 from audit.walk import Blemish, walk_slots
 from audit.whole import (
@@ -131,7 +131,7 @@ def gather(
         reference_slots=tuple(n for n, side in zip(names, sides, strict=True) if side == "reference"),
         modes=tuple(mode for mode in MODES if mode in modes),
         local=Ledger(arms.floor_arms),
-        whole=Ledger(whole_floor(arms)),
+        whole=Ledger(whole_floor(arms), EVENT_RATE_WHOLE),
     )
     start, every_width = 0, sum(width // deployment.q_len for width in deployment.widths)
     while start < len(prompts) and evidence.steps < schedule.steps:

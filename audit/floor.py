@@ -9,7 +9,8 @@ Two statistics are judged, each within `FACTOR` of its floor:
 
     worst    the worst row                 floor: the worst row of the floor arms, at least one event
     mean     the mean over rows            floor: the largest mean of a floor arm, at least one event
-                                           in 64 rows, and one among fewer rows
+                                           in 64 rows (in 4 behind several slots), and one
+                                           among fewer rows
 
 The worst row finds what happens rarely, the mean what happens everywhere but little; for a MoE layer
 the mean is also taken over the rows of each expert, so that a fault of one expert cannot hide among sixteen.
@@ -34,6 +35,9 @@ FACTOR = 4.0
 # Legal orders decide a rounding otherwise in 1 to 6 % of rows, nearly always a smaller one than the event:
 # means of 1/400 of an event and less were measured.
 EVENT_RATE = 1.0 / 64
+# Behind several slots an event stays, in the stream and in caches that later rows read: within a segment of
+# eight rounds the mean reached a third of an event.
+EVENT_RATE_WHOLE = 1.0 / 4
 GAP_FACTOR = 4.0  # both ends of a gap may move by the noise, and the fast arm's may be twice the sample's
 FEWEST_ROWS = 3  # of an expert, for its mean to be judged
 
@@ -121,8 +125,10 @@ class _Rows:
 class Ledger:
     """Row errors of every place and output of a run, in the order of first appearance."""
 
-    def __init__(self, floor_arms: Sequence[str]) -> None:
+    def __init__(self, floor_arms: Sequence[str], event_rate: float = EVENT_RATE) -> None:
+        """event_rate: share of rows in which a legal order may show a whole event."""
         self.floor_arms = tuple(floor_arms)
+        self.event_rate = event_rate
         self._rows: dict[tuple[str, str], _Rows] = {}
 
     def add(
@@ -181,7 +187,7 @@ class Ledger:
         typical = float(event.mean())
 
         def over_mean(of: Floats) -> float:
-            least = max(floor_mean, typical * max(EVENT_RATE, 1.0 / len(of)))
+            least = max(floor_mean, typical * max(self.event_rate, 1.0 / len(of)))
             return float(_over(of.mean(keepdims=True), np.array([least]))[0])
 
         mean_ratio, expert = over_mean(got), None
@@ -192,7 +198,7 @@ class Ledger:
             highest = max((over_mean(of) for of in own.values()), default=0.0)
             if highest > mean_ratio:
                 # experts that share rows with a faulty one look bad too; that one is bad on all its rows
-                mean_ratio, small = highest, typical * EVENT_RATE
+                mean_ratio, small = highest, typical * self.event_rate
                 expert = max(own, key=lambda e: (float((own[e] > small).mean()), len(own[e])))
         limit = GAP_FACTOR * rows.noise
         over = gap > limit
