@@ -64,3 +64,22 @@ def test_a_pool_gives_all_or_nothing() -> None:
     assert pool.take(1) == [3]
     pool.give_back(first)
     assert sorted(pool.take(3)) == [0, 1, 2]
+
+
+def test_the_lowest_free_pages_come_first_whatever_was_given_back() -> None:
+    pool = PagePool(6)
+    first, second = pool.take(3), pool.take(1)
+    pool.give_back(first)
+    pool.give_back(second)
+    assert (pool.free, pool.take(2), pool.free) == (6, [0, 1], 4)
+
+
+@pytest.mark.parametrize("wrong", [[0, 0], [0, 3], [4], [-1]])
+def test_a_page_has_one_owner(wrong: list[int]) -> None:
+    pool = PagePool(4)
+    pool.take(3)
+    with pytest.raises(ValueError, match="expected pages that are out, each once, got"):
+        pool.give_back(wrong)
+    assert pool.take(1) == [3]
+    with pytest.raises(ValueError, match="-1 pages asked for, 0 of 4 are free"):
+        pool.take(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, fields
 
 import torch
@@ -58,6 +59,11 @@ class LayerCache:
         )
 
     @property
+    def pages(self) -> int:
+        """P, pages it holds."""
+        return self.k.shape[0]
+
+    @property
     def block_size(self) -> int:
         """Tokens per page."""
         return self.k.shape[1]
@@ -81,7 +87,7 @@ class LayerCache:
             scales.flatten(0, 1)[at] = scale
 
     def insert_index_k(self, slots: Tensor, index_k: Tensor) -> None:
-        """Store index keys [T, I] bf16, as e4m3 at unit scale or as they are, where the slot is not negative."""
+        """Store index keys [T, I] bf16, as e4m3 at unit scale or as they are; not where a slot is negative."""
         if self.index_k is None:
             raise ValueError("cache.index_k: this layer has no index cache")
         live = slots >= 0
@@ -110,20 +116,30 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 class PagePool:
-    """Hands out pages by number, lowest first, and takes them back."""
+    """Hands out pages by number, lowest first, and takes them back. A page has one owner at a time."""
 
     def __init__(self, pages: int) -> None:
+        """Errors: ValueError for fewer than 0 pages."""
+        if pages < 0:
+            raise ValueError(f"page pool: expected at least 0 pages, got {pages}")
         self.pages = pages
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = list(range(pages))  # a heap
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, or ValueError if fewer are free; then none is taken."""
-        if count > len(self._free):
-            raise ValueError(
-                f"page pool: {count} pages asked for, {len(self._free)} of {self.pages} are free"
-            )
-        return [self._free.pop() for _ in range(count)]
+        """`count` pages, or ValueError if fewer are free or `count` is negative; then none is taken."""
+        if not 0 <= count <= self.free:
+            raise ValueError(f"page pool: {count} pages asked for, {self.free} of {self.pages} are free")
+        return [heapq.heappop(self._free) for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
-        """Return pages to the pool."""
-        self._free.extend(reversed(pages))
+        """Return pages to the pool, or ValueError if one of them is not out; then none is returned."""
+        out = set(range(self.pages)) - set(self._free)
+        if len(set(pages)) < len(pages) or not out.issuperset(pages):
+            raise ValueError(f"page pool: expected pages that are out, each once, got {pages}")
+        for page in pages:
+            heapq.heappush(self._free, page)
