@@ -48,6 +48,10 @@ class Step:
 
     def __post_init__(self) -> None:
         rows = self.block_tables.shape[0] * self.q_len
+        if rows < 1:
+            raise ValueError(
+                f"step: expected at least one row, got {self.block_tables.shape[0]} requests of {self.q_len}"
+            )
         for name, dtype, shape in (
             ("tokens", torch.int64, (rows,)),
             ("positions", torch.int64, (rows,)),
@@ -60,6 +64,8 @@ class Step:
                 raise ValueError(
                     f"step.{name}: expected {dtype} {list(shape)}, got {field.dtype} {list(field.shape)}"
                 )
+            if not field.is_contiguous():
+                raise ValueError(f"step.{name}: expected it contiguous, got strides {field.stride()}")
 
     @staticmethod
     def of(tokens: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int) -> Step:
@@ -67,16 +73,23 @@ class Step:
 
         Shapes:  tokens [B, Q] int64; seq_lens [B] int32, keys of each request with this step's Q
                  rows included, 0 for a padding request; block_tables [B, M] int32.
-        Row j of a request of length L sees L - (Q - 1 - j) keys and stands at that number minus 1;
-        rows for which this is not positive are padding.
+        Row j of a request of length L sees L - (Q - 1 - j) keys and stands at that number minus 1. A request
+        shorter than Q is padding, whole.
+        Errors:  ValueError naming a request whose block table has no page for one of its KV blocks.
         """
         Q = tokens.shape[1]
         back = torch.arange(Q - 1, -1, -1, device=tokens.device)  # Q-1 .. 0
-        visible = (seq_lens.long()[:, None] - back[None, :]).clamp(min=0)  # [B, Q]
-        visible = torch.where(seq_lens.long()[:, None] >= Q, visible, 0)
+        lengths = torch.where(seq_lens >= Q, seq_lens.long(), 0)  # [B]
+        visible = (lengths[:, None] - back[None, :]).clamp(min=0)  # [B, Q]
         positions = (visible - 1).clamp(min=0)
-        block = (positions // block_size).clamp(max=block_tables.shape[1] - 1)
-        pages = block_tables.long().gather(1, block)  # [B, Q]
+        blocks = (lengths + block_size - 1) // block_size  # [B]
+        used = torch.arange(block_tables.shape[1], device=blocks.device) < blocks[:, None]
+        known = (used & (block_tables >= 0)).sum(dim=1)
+        for b in (known < blocks).nonzero().flatten().tolist():
+            raise ValueError(
+                f"step: request {b}: expected a page for each of its {blocks[b]} KV blocks, got {known[b]}"
+            )
+        pages = block_tables.long().gather(1, positions // block_size)  # [B, Q]
         slots = torch.where(visible > 0, pages * block_size + positions % block_size, -1)
         return Step(
             tokens=tokens.reshape(-1),

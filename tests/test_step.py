@@ -60,3 +60,41 @@ def test_a_field_of_the_wrong_type_is_named() -> None:
         ValueError, match=r"step\.visible: expected torch\.int32 \[8\], got torch\.int64 \[8\]"
     ):
         Step(step.tokens, step.positions, step.slots, step.visible.long(), step.block_tables, step.q_len)
+
+
+@pytest.mark.parametrize(
+    ("length", "table", "got"),
+    [(33, [4, 5], 2), (32, [4, -1], 1), (1, [-7, 5], 0), (32, [], 0)],
+)
+def test_a_request_without_a_page_for_its_keys_is_named(length: int, table: list[int], got: int) -> None:
+    """A position past the table would write over another key, a negative page pass for a padding row."""
+    fits = [0] * len(table)
+    blocks = -(-length // 16)
+    with pytest.raises(
+        ValueError, match=f"request 1: expected a page for each of its {blocks} KV blocks, got {got}"
+    ):
+        Step.of(
+            torch.zeros(2, 1, dtype=torch.int64),
+            torch.tensor([0, length], dtype=torch.int32),
+            torch.tensor([fits, table], dtype=torch.int32),
+            16,
+        )
+
+
+def test_entries_past_the_last_block_may_be_anything() -> None:
+    tables = torch.tensor([[3, -1], [2**31 - 1, -5]], dtype=torch.int32)
+    step = Step.of(torch.zeros(2, 1).long(), torch.tensor([16, 0], dtype=torch.int32), tables, 16)
+    assert step.slots.tolist() == [63, -1]
+
+
+def test_fields_are_contiguous_for_kernels_read_them_so() -> None:
+    step = step_of([260], 8)
+    strided = torch.zeros(16, dtype=torch.int32)[::2]
+    with pytest.raises(ValueError, match=r"step\.visible: expected it contiguous, got strides \(2,\)"):
+        Step(step.tokens, step.positions, step.slots, strided, step.block_tables, step.q_len)
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(0, 1), (1, 0)])
+def test_a_step_has_a_row(requests: int, rows: int) -> None:
+    with pytest.raises(ValueError, match=f"at least one row, got {requests} requests of {rows}"):
+        step_of([5] * requests, rows)

@@ -11,7 +11,6 @@ from mono.caches import LayerCache
 from mono.deployment import Deployment
 from mono.fast.launch import launch
 from mono.fast.ops.device import to_bf16
-from mono.fast.ops.index import contiguous
 from mono.fast.ops.norm_rope import check_cache
 from mono.fast.tiles import Settings, tile
 from mono.formats import Matrix, PtpcFp8
@@ -346,7 +345,6 @@ def _check(q: Tensor, cache: LayerCache, step: Step, who: str) -> tuple[int, int
             f"got {q.dtype} {list(q.shape)}"
         )
     check_cache(cache, who)
-    contiguous(step.block_tables, who)
     return T, N, D, G
 
 

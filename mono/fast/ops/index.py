@@ -86,7 +86,7 @@ def block_scores(index_q: Tensor, cache: LayerCache, step: Step, settings: Setti
             f"block_scores: expected contiguous bf16 index_q [{step.rows}, G, {cache.index_k.shape[2]}], "
             f"got {index_q.dtype} {list(index_q.shape)}"
         )
-    tables = contiguous(step.block_tables, "block_scores")
+    tables = step.block_tables
     M, block, columns = tables.shape[1], cache.block_size, step.q_len * G
     scores = torch.empty((T, G, M), dtype=torch.float32, device=index_q.device)
     tiles = dict(tile("block_scores", index_q.device) if settings is None else settings)
@@ -256,10 +256,3 @@ def select_blocks(
         **tiles,
     )
     return selected
-
-
-def contiguous(tables: Tensor, who: str) -> Tensor:
-    """The block tables, or ValueError: a copy would be a launch more in every layer."""
-    if not tables.is_contiguous():
-        raise ValueError(f"{who}: expected contiguous block tables, got strides {tables.stride()}")
-    return tables
