@@ -80,6 +80,7 @@ class LayerType(Generic[Spec, Weights]):
     shapes:  the whole (uncut) logical shape of every field of Weights, from a Spec. None where the
              spec leaves the field out.
     cuts:    how tensor parallelism cuts each field.
+    dtypes:  the dtype of every field that is a plain tensor; the others are matrices in any stored format.
     """
 
     name: str
@@ -87,3 +88,4 @@ class LayerType(Generic[Spec, Weights]):
     weights: type[Weights]
     shapes: Callable[[Any], Mapping[str, tuple[int, ...] | None]]
     cuts: Mapping[str, Cut]
+    dtypes: Mapping[str, torch.dtype]

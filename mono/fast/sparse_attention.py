@@ -13,7 +13,7 @@ from mono.fast.ops.norm_rope import norm_rope_insert, pack_norms
 from mono.fast.ops.rms_norm import absorb_norm_ptpc
 from mono.formats import PtpcFp8
 from mono.interface import Carry, Layer
-from mono.layers.checks import check_weights
+from mono.layers.checks import check_cache, check_weights
 from mono.layers.sparse_attention import TYPE, Spec, Weights
 from mono.parallel import Comm
 from mono.step import Step
@@ -61,6 +61,7 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
     index_dim = spec.index_dim if spec.selects else None
 
     def sparse_attention(carry: Carry, step: Step, cache: LayerCache) -> Carry:
+        check_cache(TYPE.name, spec, cache)
         partial = None if carry.partial is None else comm.all_reduce(carry.partial)
         residual, x8, scale = absorb_norm_ptpc(carry.residual, partial, weights.norm, spec.eps)
         qkv = ptpc_linear(x8, scale, qkv_matrix)  # [T, (N + 2 G) D + (G + 1) I]

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mono.caches import LayerCache
 from mono.interface import LayerType
+from mono.layers import dense_attention, sparse_attention
 from mono.parallel import Comm
 
 
 def check_weights(layer_type: LayerType[Any, Any], spec: Any, weights: Any, comm: Comm) -> None:
-    """ValueError naming the field, if a weight is missing, not this rank's shape, or not on one device."""
+    """ValueError naming the field, if a weight is missing, of another kind, dtype or shape, or elsewhere."""
     shapes: Mapping[str, tuple[int, ...] | None] = layer_type.shapes(spec)
     devices: dict[str, str] = {}
     for field in fields(weights):
@@ -26,12 +28,31 @@ def check_weights(layer_type: LayerType[Any, Any], spec: Any, weights: Any, comm
             )
         if value is None or want is None:
             continue
+        wanted_kind = layer_type.dtypes.get(field.name, "a stored matrix")
+        kind = value.dtype if isinstance(value, Tensor) else "a stored matrix"
+        if kind != wanted_kind:
+            raise ValueError(f"{layer_type.name}.{field.name}: expected {wanted_kind}, got {kind}")
         got = shape_of(value) or ()
         if len(got) != len(want) or any(w not in (g, -1) for g, w in zip(got, want, strict=True)):
             raise ValueError(f"{layer_type.name}.{field.name}: expected {_words(want)}, got {_words(got)}")
         devices[field.name] = str(device_of(value))
     if len(set(devices.values())) > 1:
         raise ValueError(f"{layer_type.name}: weights lie on several devices: {devices}")
+
+
+def check_cache(who: str, spec: dense_attention.Spec | sparse_attention.Spec, cache: LayerCache) -> None:
+    """ValueError naming the field, unless a cache has the sizes of this attention layer."""
+    page = (cache.pages, spec.block_size)
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("k", "v"), (*page, spec.kv_heads, spec.head_dim)),
+        **dict.fromkeys(("k_scale", "v_scale"), (*page, spec.kv_heads)),
+    }
+    if isinstance(spec, sparse_attention.Spec) and spec.selects:
+        shapes["index_k"] = (*page, spec.index_dim)
+    for name, want in shapes.items():
+        got = shape_of(getattr(cache, name))
+        if got != want:
+            raise ValueError(f"{who}: cache.{name}: expected {_words(want)}, got {_words(got)}")
 
 
 def local_shape(shape: tuple[int, ...] | None, cut: str, ranks: int) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mono.formats import Matrix
@@ -24,6 +25,12 @@ class Spec:
     rotary_dim: int
     eps: float
     block_size: int
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"dense_attention: expected heads a multiple of {self.kv_heads}, got {self.heads}"
+            )
 
     @property
     def group(self) -> int:
@@ -72,5 +79,11 @@ TYPE = LayerType(
         "k_norm": "replicated",
         "o": "columns",
         "rope": "replicated",
+    },
+    dtypes={
+        "norm": torch.bfloat16,
+        "q_norm": torch.bfloat16,
+        "k_norm": torch.bfloat16,
+        "rope": torch.float32,
     },
 )

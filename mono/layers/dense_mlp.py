@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mono.formats import Matrix
@@ -44,4 +45,5 @@ TYPE = LayerType(
         "down": (s.hidden, s.intermediate),
     },
     cuts={"norm": "replicated", "gate_up": "rows", "down": "columns"},
+    dtypes={"norm": torch.bfloat16},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mono.interface import LayerType
@@ -16,6 +17,10 @@ class Spec:
     hidden: int
     vocab: int
     vocab_padded: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab <= self.vocab_padded:
+            raise ValueError(f"embed: expected vocab from 1 to {self.vocab_padded} rows, got {self.vocab}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +36,5 @@ TYPE = LayerType(
     weights=Weights,
     shapes=lambda s: {"table": (s.vocab_padded, s.hidden)},
     cuts={"table": "vocabulary"},
+    dtypes={"table": torch.bfloat16},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mono.interface import LayerType
@@ -17,6 +18,10 @@ class Spec:
     vocab: int
     vocab_padded: int
     eps: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab <= self.vocab_padded:
+            raise ValueError(f"head: expected vocab from 1 to {self.vocab_padded} rows, got {self.vocab}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +38,5 @@ TYPE = LayerType(
     weights=Weights,
     shapes=lambda s: {"norm": (s.hidden,), "head": (s.vocab_padded, s.hidden)},
     cuts={"norm": "replicated", "head": "vocabulary"},
+    dtypes={"norm": torch.bfloat16, "head": torch.bfloat16},
 )

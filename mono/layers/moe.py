@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from mono.formats import Matrix
@@ -37,6 +38,10 @@ class Spec:
     activations: Literal["mxfp8", "bf16"]
     shared: Literal["fused", "apart", "none"]
     shared_intermediate: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.topk <= self.experts:
+            raise ValueError(f"moe: expected topk from 1 to {self.experts} experts, got {self.topk}")
 
     @property
     def table(self) -> int:
@@ -96,4 +101,5 @@ TYPE = LayerType(
         "shared_gate_up": "rows",
         "shared_down": "columns",
     },
+    dtypes={"norm": torch.bfloat16, "router": torch.float32, "bias": torch.float32},
 )

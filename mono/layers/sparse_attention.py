@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mono.formats import Matrix
@@ -32,6 +33,12 @@ class Spec:
     init_blocks: int
     local_blocks: int
     selects: bool
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"sparse_attention: expected heads a multiple of {self.kv_heads}, got {self.heads}"
+            )
 
     @property
     def group(self) -> int:
@@ -87,5 +94,13 @@ TYPE = LayerType(
         "index_k_norm": "replicated",
         "o": "columns",
         "rope": "replicated",
+    },
+    dtypes={
+        "norm": torch.bfloat16,
+        "q_norm": torch.bfloat16,
+        "k_norm": torch.bfloat16,
+        "index_q_norm": torch.bfloat16,
+        "index_k_norm": torch.bfloat16,
+        "rope": torch.float32,
     },
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mono.caches import LayerCache
 from mono.deployment import Deployment
 from mono.interface import Carry, Layer
-from mono.layers.checks import check_weights
+from mono.layers.checks import check_cache, check_weights
 from mono.layers.sparse_attention import TYPE, Spec, Weights
 from mono.parallel import Comm
 from mono.reference.numerics import NATIVE, Numerics
@@ -34,6 +34,7 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
     N, G, D, index_dim = spec.heads, spec.kv_heads, spec.head_dim, spec.index_dim
 
     def sparse_attention(carry: Carry, step: Step, cache: LayerCache) -> Carry:
+        check_cache(TYPE.name, spec, cache)
         T, positions = step.rows, step.positions
         total = absorb(carry, comm)  # [T, H] fp32
         x = gemma_rms_norm(total, weights.norm, spec.eps, numerics)  # [T, H] fp32, of the unrounded sum
