@@ -23,12 +23,13 @@ from mono.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Built layers of every slot of a plan, and which arm each one is."""
+    """Built layers of every slot of a plan, which arm each one is, and what they serve."""
 
     plan: Plan
     layers: tuple[Layer, ...]
     sides: tuple[Side, ...]
     device: torch.device
+    deployment: Deployment
 
     @property
     def hidden(self) -> int:
@@ -58,10 +59,20 @@ def assemble(
     side:      `fast` runs a sparse dense-MLP prefix on the reference arm unless `deployment.prefix` is
                `fast`; every other slot is fast.
     numerics:  how the reference sums; native wherever the model is served.
-    Errors:    ValueError if the weights are not one for each slot.
+    Errors:    ValueError if the weights are not one for each slot, or their RoPE table ends before
+               `deployment.max_context`.
     """
     if len(weights) != len(plan.slots):
         raise ValueError(f"assemble: {len(plan.slots)} slots, {len(weights)} weights")
+    for slot, slot_weights in zip(plan.slots, weights, strict=True):
+        rope = getattr(slot_weights, "rope", None)
+        if rope is not None and rope.shape[0] < deployment.max_context:
+            raise ValueError(
+                f"{slot}: rope: expected deployment.max_context = {deployment.max_context} positions,"
+                f" got {rope.shape[0]}"
+            )
+    if deployment.tp_size != comm.size:
+        return Refused((f"tp_size is {deployment.tp_size}, the group has {comm.size} rank",))
     sides = tuple(side_of(plan, slot, deployment, side) for slot in plan.slots)
     reasons = [
         f"{slot}: {why}"
@@ -78,7 +89,8 @@ def assemble(
         except ValueError as error:
             raise ValueError(f"{slot}: {error}") from error
     first = weights[0]
-    return Assembly(plan, tuple(layers), sides, device_of(getattr(first, "table")))  # noqa: B009
+    device = device_of(getattr(first, "table"))  # noqa: B009
+    return Assembly(plan, tuple(layers), sides, device, deployment)
 
 
 def side_of(plan: Plan, slot: Slot, deployment: Deployment, side: Side) -> Side:

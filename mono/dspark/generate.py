@@ -24,6 +24,7 @@ from mono.dspark.drafter import Proposal, Proposer
 from mono.dspark.taps import Taps
 from mono.dspark.verify import verify_step
 from mono.layers import dense_attention, head, sparse_attention
+from mono.layers.checks import check_cache
 from mono.plan import Plan
 from mono.step import Step
 
@@ -96,7 +97,9 @@ def attention_specs(plan: Plan) -> list[dense_attention.Spec | sparse_attention.
     return [slot.spec for slot in plan.slots if isinstance(slot.spec, kinds)]
 
 
-def empty_caches(plan: Plan, pages: int, device: torch.device | str = "cpu") -> list[LayerCache]:
+def empty_caches(
+    plan: Plan, pages: int, device: torch.device | str = "cpu", kv_format: str = "fp8_e4m3"
+) -> list[LayerCache]:
     """One cache of `pages` pages for each decoder layer; index keys where the layer selects."""
     return [
         LayerCache.empty(
@@ -106,6 +109,7 @@ def empty_caches(plan: Plan, pages: int, device: torch.device | str = "cpu") -> 
             s.head_dim,
             s.index_dim if isinstance(s, sparse_attention.Spec) and s.selects else None,
             device,
+            kv_format,
         )
         for s in attention_specs(plan)
     ]
@@ -152,8 +156,9 @@ class Generator:
         synthetic: SyntheticSchedule | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        """Errors: ValueError for sizes below 1, another plan's caches, taps or a schedule that do not fit."""
-        plan = assembly.plan
+        """Errors: ValueError for sizes below 1 or beyond what is served, caches that are not the plan's, the
+        deployment's and the pool's, a width, taps or a schedule that do not fit."""
+        plan, served = assembly.plan, assembly.deployment
         for name, size in (
             ("max_context", max_context),
             ("max_requests", max_requests),
@@ -161,15 +166,31 @@ class Generator:
         ):
             if size < 1:
                 raise ValueError(f"generate: {name}: expected at least 1, got {size}")
-        blocks = {s.block_size for s in attention_specs(plan)} | {c.block_size for c in caches}
-        if len(caches) != plan.layers or len(blocks) != 1:
+        if max_context > served.max_context:
             raise ValueError(
-                f"generate: caches: expected {plan.layers} of one block size, the plan's,"
-                f" got {len(caches)} of block sizes {sorted(blocks)}"
+                f"generate: max_context: expected at most {served.max_context}, the deployment's,"
+                f" got {max_context}"
             )
+        specs = attention_specs(plan)
+        if len(caches) != plan.layers or len({s.block_size for s in specs}) != 1:
+            raise ValueError(
+                f"generate: caches: expected {plan.layers} of one block size, the plan's, got {len(caches)}"
+            )
+        for layer, (spec, cache) in enumerate(zip(specs, caches, strict=True)):
+            check_cache(f"generate: layer {layer}", spec, cache)
+            kv_format = "bf16" if cache.k.dtype == torch.bfloat16 else "fp8_e4m3"
+            if kv_format != served.kv_format or cache.pages < pool.pages:
+                raise ValueError(
+                    f"generate: layer {layer}: cache: expected {pool.pages} pages in {served.kv_format},"
+                    f" got {cache.pages} in {kv_format}"
+                )
         last = plan.slots[-1].spec
         assert isinstance(last, head.Spec)  # a plan ends in a head
         self.draft_len = 0 if drafter is None else drafter.block
+        if width is not None and (width < 1 or width % (1 + self.draft_len)):
+            raise ValueError(
+                f"generate: width: expected a multiple of {1 + self.draft_len} rows a request, got {width}"
+            )
         if synthetic is not None and (drafter is None or synthetic.draft_len != self.draft_len):
             raise ValueError(
                 f"generate: synthetic acceptance of {synthetic.draft_len} drafts needs a drafter of that"
@@ -187,7 +208,7 @@ class Generator:
         self.synthetic = synthetic
         self.on_step = on_step
         self.vocab = last.vocab
-        self.block_size = blocks.pop()
+        self.block_size = specs[0].block_size
         self.table_width = -(-max_context // self.block_size)
         self.taps = (
             None
@@ -223,7 +244,7 @@ class Generator:
         rounds = 0
         try:
             while waiting or active:
-                while waiting and len(active) < self.max_requests and self._fits(waiting[0], active):
+                while waiting and len(active) < self.max_requests and self._fits(active, waiting[0]):
                     active.append(waiting.popleft())
                     self._start(active[-1])
                 active = self._leave(active)
@@ -249,7 +270,7 @@ class Generator:
             if max_new < 1:
                 raise ValueError(f"request {number}: expected a length of at least 1, got {max_new}")
             for place, token in enumerate(request.prompt):
-                if not 0 <= token < self.vocab:
+                if token != int(token) or not 0 <= token < self.vocab:
                     raise ValueError(
                         f"request {number}: expected prompt tokens from 0 to {self.vocab - 1},"
                         f" got {token} at place {place}"
@@ -260,9 +281,9 @@ class Generator:
                     f"request {number}: expected at most {self.max_context} positions, got {reach}:"
                     f" {len(request.prompt)} of prompt, {max_new} new, {self.draft_len} of drafts"
                 )
-            if self._pages(reach) > self.pool.pages:
+            if self._pages(reach) > self.pool.free:
                 raise ValueError(
-                    f"request {number}: expected at most {self.pool.pages} pages of {self.block_size},"
+                    f"request {number}: expected at most {self.pool.free} free pages of {self.block_size},"
                     f" got {self._pages(reach)}"
                 )
             requests.append(request)
@@ -275,9 +296,10 @@ class Generator:
     def _pages(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
-    def _fits(self, request: _Request, active: Sequence[_Request]) -> bool:
-        """Whether the pool holds all that this request and the active ones may ever need."""
-        return sum(self._pages(self._reach(r)) for r in (request, *active)) <= self.pool.pages
+    def _fits(self, active: Sequence[_Request], request: _Request) -> bool:
+        """Whether the pool has all that this request and the active ones may yet need. Alone it starts."""
+        more = sum(self._pages(self._reach(r)) - len(r.pages) for r in (*active, request))
+        return not active or more <= self.pool.free
 
     def _take_pages(self, request: _Request, positions: int) -> None:
         """Own the pages of positions 0 to positions - 1."""
@@ -436,7 +458,7 @@ def generate(
     pages = max_requests * -(-max_context // block)
     return Generator(
         assembly,
-        empty_caches(assembly.plan, pages, assembly.device),
+        empty_caches(assembly.plan, pages, assembly.device, assembly.deployment.kv_format),
         PagePool(pages),
         max_context,
         drafter,

@@ -221,14 +221,19 @@ def load_weights(
                  FP8 over their whole K, from their exact values; 4-bit ones are refused, PTPC ones stay. A
                  fused shared expert becomes MXFP4 by the rule "even", unless it is that already. All on the
                  CPU, so the bytes do not depend on `device`.
-    RoPE table:  one for all layers, of min(max_position_embeddings, deployment.max_context) positions.
+    RoPE table:  one for all layers, of deployment.max_context positions.
     Errors:      CheckpointError as `check_tensors` and `Checkpoint.matrix`; a 4-bit matrix to be quantised,
                  one whose values exceed fp32, and matrices of one packed product in different formats.
+                 ValueError for a longer context than max_position_embeddings.
     """
     check_tensors(checkpoint, plan)
     config = Config.of(checkpoint.config, str(checkpoint.path / "config.json"))
-    positions = min(config.max_positions, deployment.max_context)
-    rope = rope_table(positions, config.rotary_dim, config.rope_theta).to(device)
+    if deployment.max_context > config.max_positions:
+        raise ValueError(
+            f"deployment.max_context: expected at most max_position_embeddings = {config.max_positions},"
+            f" got {deployment.max_context}"
+        )
+    rope = rope_table(deployment.max_context, config.rotary_dim, config.rope_theta).to(device)
     load = _Load(checkpoint, deployment.linears, torch.device(device), rope)
     return tuple(load.slot(_at(slot.layer), slot.spec) for slot in plan.slots)
 

@@ -100,7 +100,8 @@ def tiny_target(seed: int = 0, numerics: Numerics = FLOAT64) -> Assembly:
             )
     slots.append(Slot(4, "head", head.Spec(H, VOCAB, PADDED, EPS)))
     weights.append(head.Weights(r.norm(H), r.normal(PADDED, H).bfloat16()))
-    built = assemble(Plan(tuple(slots)), weights, Deployment(), "reference", numerics=numerics)  # type: ignore[arg-type]
+    served = Deployment(max_context=POSITIONS)
+    built = assemble(Plan(tuple(slots)), weights, served, "reference", numerics=numerics)  # type: ignore[arg-type]
     assert isinstance(built, Assembly)
     return built
 
@@ -247,7 +248,7 @@ def scripted_target(script: dict[int, int], block_size: int = 4) -> Assembly:
         )
     )
     layers: tuple[Layer, ...] = (embed_ids, attention, nothing, say)
-    return Assembly(plan, layers, ("reference",) * 4, torch.device("cpu"))
+    return Assembly(plan, layers, ("reference",) * 4, torch.device("cpu"), Deployment())
 
 
 class Adding:

@@ -23,7 +23,7 @@ from dspark_toys import (
 from torch import Tensor
 
 from mono.assembly import Assembly
-from mono.caches import LayerCache
+from mono.caches import LayerCache, PagePool
 from mono.decode import StepOutput, run
 from mono.dspark import (
     Acceptance,
@@ -497,7 +497,7 @@ def test_bad_input_is_named_before_anything_changes(
         g(bad, new)
     for one, other in zip(g.caches, before, strict=True):
         assert torch.equal(one.k.view(torch.uint8), other.k.view(torch.uint8))
-    assert len(g.pool.take(16)) == 16
+    assert g.pool.free == 16
 
 
 def test_the_last_position_may_be_used_and_no_further(target: Assembly) -> None:
@@ -514,7 +514,7 @@ def test_the_last_position_may_be_used_and_no_further(target: Assembly) -> None:
 
 
 def test_too_few_pages_are_named(target: Assembly) -> None:
-    with pytest.raises(ValueError, match="request 0: expected at most 2 pages of 8, got 3"):
+    with pytest.raises(ValueError, match="request 0: expected at most 2 free pages of 8, got 3"):
         generator(target, tiny_drafter(), pages=2)([[1] * 10], 2)
 
 
@@ -526,8 +526,46 @@ def test_the_generator_checks_what_it_is_made_of(target: Assembly) -> None:
     spec = replace(tiny_drafter().spec, taps=(0, 2, 4))
     with pytest.raises(ValueError, match="from -1 to 3"):
         generator(target, Drafter(spec, tiny_drafter().weights))
+    with pytest.raises(ValueError, match="max_context: expected at most 192, the deployment's, got 193"):
+        generator(target, max_context=193)
+    for width in (0, 12):
+        with pytest.raises(ValueError, match=f"width: expected a multiple of 8 rows a request, got {width}"):
+            generator(target, tiny_drafter(), width=width)
     with pytest.raises(ValueError, match="synthetic acceptance of 7 drafts needs a drafter"):
         generator(target, synthetic=SyntheticSchedule(4.0, 7))
+
+
+def test_caches_are_the_plans_the_deployments_and_the_pools(target: Assembly) -> None:
+    def over(caches: list[LayerCache]) -> None:
+        Generator(target, caches, PagePool(4), 192)
+
+    caches = empty_caches(target.plan, 4)
+    with pytest.raises(ValueError, match=r"layer 0: cache: expected 4 pages in fp8_e4m3, got 3 in fp8_e4m3"):
+        over(empty_caches(target.plan, 3))
+    with pytest.raises(ValueError, match=r"layer 0: cache: expected 4 pages in fp8_e4m3, got 4 in bf16"):
+        over(empty_caches(target.plan, 4, kv_format="bf16"))
+    with pytest.raises(ValueError, match=r"layer 0: cache\.k: expected \[4, 8, 2, 16\], got \[4, 8, 1, 16\]"):
+        over([LayerCache.empty(4, 8, 1, 16, None), *caches[1:]])
+    with pytest.raises(ValueError, match=r"layer 1: cache\.index_k: expected \[4, 8, 16\], got nothing"):
+        over([caches[0], replace(caches[1], index_k=None), *caches[2:]])
+
+
+def test_pages_that_others_hold_are_not_counted_on(target: Assembly, given: list[list[int]]) -> None:
+    pool = PagePool(48)
+    g = Generator(target, empty_caches(target.plan, 48), pool, 192, max_requests=4)
+    want = texts(g(given, 8))
+    pool.take(40)
+    assert texts(g(given, 8)) == want  # fewer at a time
+    pool.take(7)
+    with pytest.raises(ValueError, match="expected at most 1 free pages of 8, got"):
+        g(given, 8)
+    assert pool.free == 1
+
+
+def test_a_bf16_cache_where_the_deployment_says_so(target: Assembly, given: list[list[int]]) -> None:
+    served = replace(target, deployment=replace(target.deployment, kv_format="bf16"))
+    own = Generator(served, empty_caches(target.plan, 48, kv_format="bf16"), PagePool(48), 100)
+    assert texts(generate(served, given, 8, 100)) == texts(own(given, 8))
 
 
 def test_generate_brings_its_own_caches(

@@ -11,6 +11,7 @@ from dspark_toys import SWIGLU, generator, prompts, tiny_target
 from mono.assembly import Assembly
 from mono.caches import LayerCache
 from mono.decode import run
+from mono.deployment import Deployment
 from mono.dspark import Taps, empty_caches, verify_step
 from mono.interface import Carry
 from mono.layers import dense_attention, dense_mlp, embed, head
@@ -46,7 +47,8 @@ def adding_target(layers: int = 6) -> Assembly:
         built += [add(0.25), add(i + 0.75)]
     slots.append(Slot(layers, "head", head.Spec(SIZE, SIZE, SIZE, 1e-6)))
     built.append(add(99.0))
-    return Assembly(Plan(tuple(slots)), tuple(built), ("reference",) * len(built), torch.device("cpu"))  # type: ignore[arg-type]
+    sides = ("reference",) * len(built)
+    return Assembly(Plan(tuple(slots)), tuple(built), sides, torch.device("cpu"), Deployment())  # type: ignore[arg-type]
 
 
 def test_taps_are_the_stream_after_layers_1_3_and_5_at_every_verify_row() -> None:

@@ -299,8 +299,25 @@ def test_the_rope_table_is_one_and_shared(tmp_path: Path) -> None:
     tables = [w.rope for w in model.weights if hasattr(w, "rope")]
     assert len({table.data_ptr() for table in tables}) == 1
     assert torch.equal(tables[0], rope_table(128, 8, 5e6))
-    longer = load_model(model.checkpoint, Deployment())
-    assert longer.weights[1].rope.shape == (256, 8)  # no further than the model was made for
+    assert load_model(model.checkpoint, replace(DEFAULT, max_context=256)).weights[1].rope.shape == (256, 8)
+
+
+def test_no_context_beyond_what_the_model_was_made_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"deployment\.max_context: expected at most max_position_embeddings = 256, got 257"
+    ):
+        load(make(), tmp_path / "c", replace(DEFAULT, max_context=257))
+
+
+def test_nothing_is_assembled_for_a_longer_context_or_another_group(tmp_path: Path) -> None:
+    model = load(make("m3.1", "quark"), tmp_path / "c", DEFAULT)
+    with pytest.raises(
+        ValueError, match=r"layer 0 \(sparse_attention\): rope: expected .* = 129 positions, got 128"
+    ):
+        assemble(model.plan, model.weights, replace(DEFAULT, max_context=129), "reference")
+    for side in ("reference", "fast"):
+        two = assemble(model.plan, model.weights, replace(DEFAULT, tp_size=2), side)
+        assert str(two) == "tp_size is 2, the group has 1 rank"
 
 
 def test_the_vocabulary_is_what_the_configuration_says(tmp_path: Path) -> None:
