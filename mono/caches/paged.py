@@ -87,7 +87,7 @@ class LayerCache:
             scales.flatten(0, 1)[at] = scale
 
     def insert_index_k(self, slots: Tensor, index_k: Tensor) -> None:
-        """Store index keys [T, I] bf16, as e4m3 at unit scale or as they are; not where a slot is negative."""
+        """Store index keys [T, I] bf16, as e4m3 at unit scale or as they are; none at a negative slot."""
         if self.index_k is None:
             raise ValueError("cache.index_k: this layer has no index cache")
         live = slots >= 0
