@@ -374,6 +374,39 @@ def test_poison_fills_unset_lanes(dtype):
 
 
 @triton.jit
+def other_kernel(x_ptr, y_ptr, n, other, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n, other=other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3, torch.int32])
+@pytest.mark.parametrize("other", [0, 3])
+@pytest.mark.parametrize("block", [1, 2])
+def test_other_fills_a_tile_of_one_element_too(dtype, other, block):
+    x, y = torch.ones(block).to(dtype), torch.full((block,), 5.0).to(dtype)
+    with interpret(poison=True):
+        other_kernel[(1,)](x, y, 0, other, BLOCK=block)
+        assert y.float().eq(other).all()
+        other_kernel[(1,)](x, y, block, other, BLOCK=block)
+    assert y.float().eq(1).all()
+
+
+@triton.jit
+def one_by_one_kernel(x_ptr, y_ptr, K: tl.constexpr):
+    """Sums a row that is addressed by [1, 1] + [K]."""
+    row = x_ptr + tl.arange(0, 1)[:, None]
+    values = tl.load(row + tl.arange(0, K))
+    tl.store(y_ptr + tl.arange(0, 1), tl.sum(values, axis=1))
+
+
+def test_a_pointer_of_one_by_one_keeps_its_dimensions():
+    x, y = torch.arange(8.0), torch.zeros(1)
+    with interpret():
+        one_by_one_kernel[(1,)](x, y, K=8)
+    assert y.item() == 28.0
+
+
+@triton.jit
 def plain_add_kernel(x_ptr):
     tl.store(x_ptr, tl.load(x_ptr) + 1.0)
 

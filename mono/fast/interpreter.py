@@ -45,7 +45,7 @@ _NEEDED = {
     stock.InterpreterBuilder: "cast_impl create_fp_to_fp binary_op unary_op create_dot create_load "
     "create_store create_masked_load create_masked_store create_atomic_rmw create_barrier create_inline_asm "
     "create_addptr create_clampf create_maxnumf create_minnumf create_fma set_grid_dim",
-    TritonSemantic: "cast binary_op_type_checking_impl dot_scaled to_tensor",
+    TritonSemantic: "cast binary_op_type_checking_impl dot_scaled load to_tensor where",
     tl.core: "tensor block_type tuple is_builtin tensor_descriptor_base",
     jit.JITFunction: "run __call__",
     autotuner.Autotuner: "run prune_configs",

@@ -161,7 +161,8 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]  # Triton ships n
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)  # int1 takes a byte
         by = offset.data.view(np.int64) if offset.data.dtype == np.uint64 else offset.data
         address, by = ptr.data.view(np.int64), np.multiply(by, size, dtype=np.int64)
-        if address.size == 1 or address.shape == by.shape:  # in place: the arrays can be large
+        if (address.size == 1 and address.ndim <= by.ndim) or address.shape == by.shape:
+            # in place: the arrays can be large
             by += address if address.size > 1 else address.item()
             return Handle(by.view(np.uint64), ptr.dtype)
         return Handle((address + by).view(np.uint64), ptr.dtype)
@@ -274,6 +275,13 @@ class Semantic(TritonSemantic):  # type: ignore[misc]  # Triton ships no types
             if same is None
             else same
         )
+
+    def load(self, ptr: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        loaded = super().load(ptr, mask, other, *rest)
+        if other is None or loaded.handle.data.size > 1:
+            return loaded
+        # the rules ask `if other`, which is false of a single zero
+        return self.where(mask, loaded, self.cast(other, loaded.dtype))
 
     def dot_scaled(self, lhs: Any, ls: Any, lf: Any, rhs: Any, rs: Any, rf: Any, *rest: Any) -> Any:
         # before 3.8 the rules read `.value`, which interpretation has already unwrapped
