@@ -198,20 +198,6 @@ def test_mxfp8_round_trip_never_saturates(size, device):
     assert ((x - y).abs() <= bound).all()
 
 
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E2M1 = [*E2M1, *(-v for v in E2M1)]
-
-
-@pytest.mark.parametrize("nibble", ["low", "high"])
-def test_unpack_e2m1_every_byte(nibble, device):
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    function = helpers.unpack_e2m1_low if nibble == "low" else helpers.unpack_e2m1_high
-    got = apply(function, codes, torch.bfloat16, device).float()
-    want = torch.tensor([E2M1[c & 15 if nibble == "low" else c >> 4] for c in range(256)])
-    assert torch.equal(got, want)
-    assert torch.equal(torch.signbit(got), torch.signbit(want))  # -0 too
-
-
 def test_swiglu_oai(device):
     gate = torch.cat([torch.linspace(-40, 40, 500), torch.tensor([7.0, 7.5, -7.5, 0.0, -math.inf, 1e30])])
     up = torch.cat([torch.randn(500) * 6, torch.tensor([7.5, -7.5, 7.0, -7.0, 1.0, -1e30])])
@@ -245,8 +231,6 @@ CASES = {
     "exp2_int": (torch.int32, torch.float32),
     "decode_e8m0": (torch.uint8, torch.float32),
     "mxfp8_scale": (torch.float32, torch.uint8),
-    "unpack_e2m1_low": (torch.uint8, torch.bfloat16),
-    "unpack_e2m1_high": (torch.uint8, torch.bfloat16),
 }
 
 

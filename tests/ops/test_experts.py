@@ -16,6 +16,7 @@ from torch import Tensor
 from mono.fast.interpreter import interpret
 from mono.fast.launch import launch
 from mono.fast.ops import experts as fast
+from mono.fast.ops.device import decode_mxfp4
 from mono.formats import Mxfp4, mxfp4, mxfp8
 from mono.reference.ops.linear import linear
 from mono.reference.ops.swiglu import swiglu_oai
@@ -53,7 +54,7 @@ def product(device: str, x: Tensor, matrix: Mxfp4) -> Tensor:
 def decode_kernel(packed_ptr, scale_ptr, even_ptr, odd_ptr, M: tl.constexpr, HALF: tl.constexpr):
     m, k, g = tl.arange(0, M)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, HALF // 16)[None, :]
     w = tl.load(packed_ptr + m * HALF + k)
-    even, odd = fast.decode_mxfp4(w, tl.load(scale_ptr + m * (HALF // 16) + g))
+    even, odd = decode_mxfp4(w, tl.load(scale_ptr + m * (HALF // 16) + g))
     tl.store(even_ptr + m * HALF + k, even)
     tl.store(odd_ptr + m * HALF + k, odd)
 

@@ -84,25 +84,24 @@ def mxfp8_scale(amax):
 
 
 @triton.jit
-def _decode_e2m1(code):
-    """e2m1 codes 0..15 (uint8) -> bf16, exact: 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign."""
-    code = code.to(tl.uint16)
-    magnitude = code & 7  # ee m: moved to bf16's exponent and top fraction bit, bias 1 becomes bias 127
-    normal = (magnitude << 6) + 0x3F00
-    bits = tl.where(magnitude < 2, magnitude * 0x3F00, normal)  # 0 and the subnormal 0.5
-    return (bits | ((code & 8) << 12)).to(tl.bfloat16, bitcast=True)
+def decode_mxfp4(packed, scale):
+    """Packed codes [M, K/2] and E8M0 bytes [M, K/32] -> the values of even and of odd k, each bf16 [M, K/2].
 
-
-@triton.jit
-def unpack_e2m1_low(byte):
-    """Low nibbles of packed e2m1 bytes (uint8), the even columns, as exact bf16 values."""
-    return _decode_e2m1(byte & 0xF)
-
-
-@triton.jit
-def unpack_e2m1_high(byte):
-    """High nibbles of packed e2m1 bytes (uint8), the odd columns, as exact bf16 values."""
-    return _decode_e2m1(byte >> 4)
+    A code has two significant bits, so its product with a power of two is exact in bf16, subnormals included.
+    Both nibbles of a byte move at once: `s ee m` at bits 15 and 8..6 is, read as bf16, the code's value times
+    2^-126, 0 and 0.5 included, and a bf16 in the upper half of a word is the same number in fp32.
+    """
+    M: tl.constexpr = packed.shape[0]
+    G: tl.constexpr = scale.shape[1]
+    byte = packed.to(tl.int32)
+    word = byte | (byte << 12)  # even k at bits 0..3, odd k at bits 16..19
+    word = ((word & 0x00070007) << 6) | ((word & 0x00080008) << 12)
+    even = (word << 16).to(tl.float32, bitcast=True)
+    odd = (word & -0x10000).to(tl.float32, bitcast=True)
+    factor = decode_e8m0(scale)[:, :, None]  # [M, G, 1]
+    even = (even * 2.0**126).reshape(M, G, 16) * factor
+    odd = (odd * 2.0**126).reshape(M, G, 16) * factor
+    return to_bf16(even).reshape(M, G * 16), to_bf16(odd).reshape(M, G * 16)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 from mono.fast.launch import launch
 from mono.fast.ops.device import (
     decode_e8m0,
+    decode_mxfp4,
     mxfp8_scale,
     quantise_e4m3,
     swiglu_oai,
@@ -26,27 +27,6 @@ def round_mxfp8(x, axis: tl.constexpr):
     code = tl.expand_dims(mxfp8_scale(abs_max(x, axis)), axis)
     codes = quantise_e4m3(x * decode_e8m0(254 - code))
     return to_bf16(codes.to(tl.float32) * decode_e8m0(code))
-
-
-@triton.jit
-def decode_mxfp4(packed, scale):
-    """Packed codes [M, K/2] and E8M0 bytes [M, K/32] -> the values of even and of odd k, each bf16 [M, K/2].
-
-    A code has two significant bits, so its product with a power of two is exact in bf16, subnormals included.
-    Both nibbles of a byte move at once: `s ee m` at bits 15 and 8..6 is, read as bf16, the code's value times
-    2^-126, 0 and 0.5 included, and a bf16 in the upper half of a word is the same number in fp32.
-    """
-    M: tl.constexpr = packed.shape[0]
-    G: tl.constexpr = scale.shape[1]
-    byte = packed.to(tl.int32)
-    word = byte | (byte << 12)  # even k at bits 0..3, odd k at bits 16..19
-    word = ((word & 0x00070007) << 6) | ((word & 0x00080008) << 12)
-    even = (word << 16).to(tl.float32, bitcast=True)
-    odd = (word & -0x10000).to(tl.float32, bitcast=True)
-    factor = decode_e8m0(scale)[:, :, None]  # [M, G, 1]
-    even = (even * 2.0**126).reshape(M, G, 16) * factor
-    odd = (odd * 2.0**126).reshape(M, G, 16) * factor
-    return to_bf16(even).reshape(M, G * 16), to_bf16(odd).reshape(M, G * 16)
 
 
 @triton.jit
