@@ -6,17 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mono.binding import Bound, bind
+    from mono.certificate import Certificate
     from mono.checkpoint import load_checkpoint
     from mono.deployment import Deployment
     from mono.refusal import Refused
 
 _HOMES = {
+    "Bound": "mono.binding",
+    "Certificate": "mono.certificate",
     "Deployment": "mono.deployment",
     "Refused": "mono.refusal",
+    "bind": "mono.binding",
     "load_checkpoint": "mono.checkpoint",
 }
 
-__all__ = ["Deployment", "Refused", "load_checkpoint"]
+__all__ = ["Bound", "Certificate", "Deployment", "Refused", "bind", "load_checkpoint"]
 
 
 def __getattr__(name: str) -> object:
