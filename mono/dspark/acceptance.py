@@ -7,6 +7,7 @@ emitted, for it has read a rejected token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -78,7 +79,7 @@ def accept_sampled(
     Rounding:     float64 throughout. A residual without mass (p_t = p_d) cannot be refused into but for
                   rounding; p_t is sampled then.
     Temperature:  below 1e-5 both distributions are one-hot and the rule is `accept_greedy`.
-    Errors:       ValueError naming the shapes, or a draft outside the V columns.
+    Errors:       ValueError naming the shapes, a draft outside the V columns, or probabilities that are none.
     Source:       Leviathan et al. 2022, arXiv:2211.17192, section 2.3; Chen et al. 2023, arXiv:2302.01318.
     """
     B, length = drafts.shape
@@ -97,6 +98,13 @@ def accept_sampled(
         )
     if drafts.numel() and (int(drafts.min()) < 0 or int(drafts.max()) >= V):
         raise ValueError(f"accept_sampled: drafts: expected ids 0 to {V - 1}, got {drafts.tolist()}")
+    for name, probs in (("target_probs", target_probs), ("draft_probs", draft_probs)):
+        if probs is None:
+            continue
+        total = probs.sum(-1, keepdim=True)
+        # a NaN compares false, so no row that holds one passes
+        if not bool(((probs >= 0) & (total > 0) & (total < math.inf)).all()):
+            raise ValueError(f"accept_sampled: {name}: expected finite probabilities, not all zero in a row")
     p_t = target_probs.double()
     if draft_probs is None:
         p_d = torch.nn.functional.one_hot(drafts, V).double()
@@ -128,10 +136,10 @@ def processed_distribution(
     Below temperature 1e-5 the distribution is one-hot at the top-1, lowest id on a tie.
 
     Shapes:    logits [..., V] with V >= vocab; returns [..., V] float64, zero in padded columns.
-    Errors:    ValueError for a negative temperature, top_k below 1, or top_p outside (0, 1].
+    Errors:    ValueError for a negative or infinite temperature, top_k below 1, or top_p outside (0, 1].
     """
-    if temperature < 0:
-        raise ValueError(f"temperature: expected at least 0, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mono.checkpoint.errors import CheckpointError
 from mono.formats import Matrix
+from mono.models.fields import Fields
 from mono.reference.numerics import NATIVE, ROW_TILE, Numerics
 from mono.reference.ops.attention import norm_rope
 from mono.reference.ops.rms_norm import gemma_rms_norm
@@ -56,6 +58,11 @@ class DrafterSpec:
             raise ValueError(f"drafter: taps: expected strictly increasing ids from -1, got {self.taps}")
         if self.heads % self.kv_heads:
             raise ValueError(f"drafter: {self.heads} heads do not divide over {self.kv_heads} KV heads")
+        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"drafter: rotary_dim: expected an even number from 2 to head_dim {self.head_dim},"
+                f" got {self.rotary_dim}"
+            )
         if not 0 <= self.noise_token < self.vocab:
             raise ValueError(f"drafter: noise_token: expected 0 to {self.vocab - 1}, got {self.noise_token}")
         if self.window is not None and self.window < 1:
@@ -66,52 +73,58 @@ class DrafterSpec:
         """Read the drafter's `text_config`, in the field's names.
 
         vocab:   true tokens where the config's `vocab_size` counts padded rows as well.
-        Errors:  ValueError naming the missing key, or a feature that this drafter does not have: a Markov
-                 head other than `vanilla`, mixed layer types, norms not in Gemma form, hybrid fusion.
+        Errors:  CheckpointError naming a key that is missing, of another type or out of range, or a feature
+                 that this drafter does not have: a Markov head other than `vanilla`, mixed layer types, norms
+                 not in Gemma form, scaled RoPE, hybrid fusion. ValueError where two keys are at odds.
         """
 
-        def need(*names: str) -> Any:
+        f = Fields("drafter config", config)
+
+        def named(*names: str) -> str:
             for name in names:
-                if config.get(name) is not None:
-                    return config[name]
-            raise ValueError(f"drafter config: expected {' or '.join(names)}, got none")
+                if f.has(name):
+                    return name
+            raise CheckpointError(f"{f.where}: expected {' or '.join(names)}, got none")
 
-        def only(name: str, allowed: object) -> None:
-            if config.get(name, allowed) != allowed:
-                raise ValueError(f"drafter config: {name}: expected {allowed!r}, got {config[name]!r}")
-
-        only("dspark_markov_head_type", "vanilla")
-        only("use_gemma_norm", True)
-        only("dspark_hybrid_context_fusion", False)
-        only("dspark_use_dense_ffn", True)
-        layers, head_dim = int(need("num_hidden_layers")), int(need("head_dim"))
-        kinds = set(config.get("layer_types") or ["sliding_attention"])
-        if len(kinds) != 1 or not kinds <= {"sliding_attention", "full_attention"}:
-            raise ValueError(
-                f"drafter config: layer_types: expected all sliding_attention or all full_attention,"
-                f" got {sorted(kinds)}"
-            )
-        sliding = kinds == {"sliding_attention"}
-        rotary = config.get("rotary_dim")
+        for name, supported in (
+            ("dspark_markov_head_type", "vanilla"),
+            ("dspark_hybrid_context_fusion", False),
+            ("dspark_use_dense_ffn", True),
+            ("use_gemma_norm", True),
+            ("use_qk_norm", True),
+            ("qk_norm_type", "per_head"),
+            ("hidden_act", "swigluoai"),
+            ("attention_output_gate", False),
+        ):
+            f.only(name, supported, default=supported)
+        if f.has("rope_scaling"):
+            raise f.wrong("rope_scaling", "none", config["rope_scaling"])
+        head_dim = f.integer("head_dim")
+        kinds = config.get("layer_types") or ["sliding_attention"]
+        if not isinstance(kinds, list) or kinds not in (
+            [kind] * len(kinds) for kind in ("sliding_attention", "full_attention")
+        ):
+            raise f.wrong("layer_types", "all sliding_attention or all full_attention", kinds)
+        rotary = named("rotary_dim", "partial_rotary_factor")
         return DrafterSpec(
-            hidden=int(need("hidden_size")),
-            vocab=int(need("vocab_size")) if vocab is None else vocab,
-            layers=layers,
-            heads=int(need("num_attention_heads")),
-            kv_heads=int(need("num_key_value_heads")),
+            hidden=f.integer("hidden_size"),
+            vocab=f.integer("vocab_size") if vocab is None else vocab,
+            layers=f.integer("num_hidden_layers"),
+            heads=f.integer("num_attention_heads"),
+            kv_heads=f.integer("num_key_value_heads"),
             head_dim=head_dim,
-            rotary_dim=int(rotary if rotary is not None else head_dim * need("partial_rotary_factor")),
-            theta=float(need("rope_theta")),
-            eps=float(need("rms_norm_eps")),
-            ffn=int(need("dspark_ffn_hidden_size", "dense_intermediate_size")),
-            taps=tuple(int(t) for t in need("dspark_target_layer_ids", "target_layer_ids")),
-            block=int(need("dspark_block_size", "block_size")),
-            markov_rank=int(need("dspark_markov_rank", "markov_rank")),
-            window=int(need("sliding_window")) if sliding else None,
-            noise_token=int(need("dspark_noise_token_id", "mask_token_id")),
-            alpha=float(need("swiglu_alpha")),
-            beta=float(config.get("swiglu_beta", 1.0)),
-            limit=float(need("swiglu_limit")),
+            rotary_dim=f.integer(rotary) if rotary == "rotary_dim" else round(head_dim * f.number(rotary)),
+            theta=f.number("rope_theta"),
+            eps=f.number("rms_norm_eps"),
+            ffn=f.integer(named("dspark_ffn_hidden_size", "dense_intermediate_size")),
+            taps=f.integers(named("dspark_target_layer_ids", "target_layer_ids")),
+            block=f.integer(named("dspark_block_size", "block_size")),
+            markov_rank=f.integer(named("dspark_markov_rank", "markov_rank")),
+            window=f.integer("sliding_window") if kinds[0] == "sliding_attention" else None,
+            noise_token=f.integer(named("dspark_noise_token_id", "mask_token_id"), least=0),
+            alpha=f.number("swiglu_alpha"),
+            beta=f.number("swiglu_beta", default=1.0),
+            limit=f.number("swiglu_limit"),
         )
 
 

@@ -53,10 +53,17 @@ class Fields:
         value: str | None = self._typed(name, str, "a string", default)
         return value
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers."""
+        value = self._typed(name, list, "a list", _REQUIRED)
+        if not all(type(v) is int for v in value):
+            raise self.wrong(name, "a list of integers", value)
+        return tuple(value)
+
     def per_layer(self, name: str, layers: int) -> tuple[bool, ...]:
         """A list of integers, one per layer; true where nonzero."""
-        value = self._typed(name, list, "a list", _REQUIRED)
-        if len(value) != layers or not all(isinstance(v, int) for v in value):
+        value = self.integers(name)
+        if len(value) != layers:
             raise self.wrong(name, f"{layers} integers, one per layer", value)
         return tuple(v != 0 for v in value)
 

@@ -95,6 +95,17 @@ def test_shapes_and_types_are_named() -> None:
         accept_sampled(DRAFTS, None, torch.zeros(1, 8, 4), torch.zeros(1, 8, 2))
 
 
+@pytest.mark.parametrize("spoilt", [[float("nan"), 0.5], [float("inf"), 0.5], [-0.5, 1.5], [0.0, 0.0]])
+def test_what_is_no_distribution_is_never_sampled(spoilt: list[float]) -> None:
+    even = torch.full((1, 8, V), 1 / V)
+    wrong = even.clone()
+    wrong[0, 6, :] = 0
+    wrong[0, 6, :2] = torch.tensor(spoilt)
+    for draft, target, name in ((None, wrong, "target_probs"), (wrong[:, :7], even, "draft_probs")):
+        with pytest.raises(ValueError, match=f"{name}: expected finite probabilities, not all zero in a row"):
+            accept_sampled(DRAFTS, draft, target, torch.zeros(1, 8, 2))
+
+
 # Sampling
 
 ALPHA = 1e-3  # chance that a right rule fails one of these tests, over all seeds; the seed is fixed
@@ -192,7 +203,9 @@ def test_processed_distribution_cuts_top_k_then_top_p() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"temperature": -1.0}, "temperature: expected at least 0, got -1"),
+        ({"temperature": -1.0}, "temperature: expected a finite number of at least 0, got -1"),
+        ({"temperature": float("nan")}, "temperature: expected a finite number of at least 0, got nan"),
+        ({"temperature": float("inf"), "top_k": 2}, "temperature: expected a finite number"),
         ({"temperature": 1.0, "top_k": 0}, "top_k: expected at least 1, got 0"),
         ({"temperature": 1.0, "top_p": 1.5}, r"top_p: expected in \(0, 1\], got 1.5"),
     ],
