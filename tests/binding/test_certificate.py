@@ -70,7 +70,6 @@ def test_dates_are_kept_in_utc_to_the_second(served: Facts) -> None:
     assert (issued.issued, issued.issued.tzinfo, issued.expires) == (NOW, UTC, NOW + HOUR)
 
 
-FIRST, LAST = "embed", "layer 7 (moe)"
 NO_EVIDENCE: list[tuple[dict[str, Any], str]] = [
     (
         {"performance_only": True},
@@ -95,7 +94,7 @@ def test_evidence_that_certifies_nothing(
     tmp_path: Path, served: Facts, changes: dict[str, Any], reason: str
 ) -> None:
     weak = evidence(served, **changes)
-    with pytest.raises(ValueError, match="^evidence: ") as caught:
+    with pytest.raises(ValueError, match="evidence") as caught:
         issue(served, weak, NOW, NOW + HOUR)
     assert str(caught.value) == f"evidence: {reason}"
 
@@ -351,6 +350,9 @@ def test_every_field_of_another_type(file: Path) -> None:
         for value in values:
             copy = json.loads(file.read_text())
             inner = copy[where[0]] if len(where) == 2 else copy
+            if inner[where[-1]] is value:  # hmac is null already
+                refused += 1
+                continue
             inner[where[-1]] = value
             path = file.with_name("other.json")
             path.write_text(json.dumps(copy))

@@ -155,7 +155,7 @@ def test_nothing_against_it(architecture: str, deployment: Deployment) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("expert_parallel", 0), ("data_parallel_size", True)])
 def test_a_value_of_another_type_is_not_off(name: str, value: object) -> None:
-    """0 == False and 1 == True in Python; a configuration that mixes them up is not understood, so refused."""
+    """0 == False and 1 == True in Python; a configuration that mixes them up is refused."""
     assert len(refuse_deployment(KNOWN, FITS, {name: value})) == 1
 
 
