@@ -53,13 +53,13 @@ class Deployment:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"deployment.{name}: expected one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("tp_size", "max_context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"deployment.{name}: expected at least 1, got {getattr(self, name)}")
-        if self.draft_len < 0:
-            raise ValueError(f"deployment.draft_len: expected at least 0, got {self.draft_len}")
-        if not self.widths or sorted(set(self.widths)) != list(self.widths) or self.widths[0] < 1:
-            raise ValueError(f"deployment.widths: expected ascending row counts, got {self.widths}")
+        for name, least in (("tp_size", 1), ("max_context", 1), ("draft_len", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"deployment.{name}: expected an integer of at least {least}, got {value!r}")
+        counts = type(self.widths) is tuple and all(type(width) is int for width in self.widths)
+        if not counts or not self.widths or sorted({0, *self.widths}) != [0, *self.widths]:
+            raise ValueError(f"deployment.widths: expected ascending row counts, got {self.widths!r}")
 
     @property
     def q_len(self) -> int:

@@ -202,8 +202,11 @@ class Proposal:
 class Proposer(Protocol):
     """What a decode loop asks of a drafter. `Drafter` is one; a test may bring its own.
 
-    taps, block: as in `DrafterSpec`.
+    vocab, taps, block: as in `DrafterSpec`.
     """
+
+    @property
+    def vocab(self) -> int: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -263,6 +266,11 @@ class Drafter:
         self.numerics = numerics
 
     @property
+    def vocab(self) -> int:
+        """True tokens, the target's own."""
+        return self.spec.vocab
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Decoder layers of the target that are tapped."""
         return self.spec.taps
@@ -278,8 +286,12 @@ class Drafter:
         return self.weights.fc.device
 
     def new_context(self, capacity: int) -> ContextCache:
-        """An empty context of at most `capacity` positions for one request."""
+        """An empty context of `capacity` positions for one request, at most as many as the RoPE table has."""
         s = self.spec
+        if capacity > self.weights.rope.shape[0]:
+            raise ValueError(
+                f"drafter: context: expected at most {self.weights.rope.shape[0]} positions, got {capacity}"
+            )
         shape = (s.layers, capacity, s.kv_heads, s.head_dim)
         k = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=self.device)
         return ContextCache(k, k.clone())
@@ -301,10 +313,9 @@ class Drafter:
             raise ValueError(
                 f"drafter: context: expected rows from at most position {context.written}, got {start}"
             )
-        if start + n > min(context.capacity, w.rope.shape[0]):
+        if start + n > context.capacity:
             raise ValueError(
-                f"drafter: context: expected at most {min(context.capacity, w.rope.shape[0])} positions,"
-                f" got {start + n}"
+                f"drafter: context: expected at most {context.capacity} positions, got {start + n}"
             )
         positions = torch.arange(start, start + n, device=taps.device)
         c = self._linear(taps, w.fc.float())  # [n, H]

@@ -186,6 +186,10 @@ class Generator:
                 )
         last = plan.slots[-1].spec
         assert isinstance(last, head.Spec)  # a plan ends in a head
+        if drafter is not None and drafter.vocab != last.vocab:
+            raise ValueError(
+                f"generate: drafter: expected the target's vocabulary of {last.vocab}, got {drafter.vocab}"
+            )
         self.draft_len = 0 if drafter is None else drafter.block
         if width is not None and (width < 1 or width % (1 + self.draft_len)):
             raise ValueError(

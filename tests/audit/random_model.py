@@ -94,6 +94,7 @@ class Guess:
 
     taps: tuple[int, ...] = TAPS
     block: int = 7
+    vocab: int = VOCAB
 
     def new_context(self, capacity: int) -> list[Tensor]:
         return []

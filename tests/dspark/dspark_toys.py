@@ -164,6 +164,8 @@ class OracleContext:
 class Oracle:
     """Drafts the target's own text, wrong where `wrong(request, position)` says so."""
 
+    vocab = VOCAB
+
     def __init__(
         self,
         truth: Sequence[Sequence[int]],
@@ -255,6 +257,7 @@ class Adding:
     """The next token is the sum of the ids in its cache, modulo 97; the cache is fed by the target's tap."""
 
     taps = (0,)
+    vocab = ADDING_VOCAB
 
     def __init__(self, block: int) -> None:
         self.block = block

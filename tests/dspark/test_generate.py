@@ -526,6 +526,9 @@ def test_the_generator_checks_what_it_is_made_of(target: Assembly) -> None:
     spec = replace(tiny_drafter().spec, taps=(0, 2, 4))
     with pytest.raises(ValueError, match="from -1 to 3"):
         generator(target, Drafter(spec, tiny_drafter().weights))
+    spec = replace(tiny_drafter().spec, vocab=59, noise_token=0)
+    with pytest.raises(ValueError, match="drafter: expected the target's vocabulary of 60, got 59"):
+        generator(target, Drafter(spec, tiny_drafter().weights))
     with pytest.raises(ValueError, match="max_context: expected at most 192, the deployment's, got 193"):
         generator(target, max_context=193)
     for width in (0, 12):
