@@ -18,6 +18,7 @@ the mean is also taken over the rows of each expert, so that a fault of one expe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +67,8 @@ class Judged:
                    with the largest gap in units of the noise and its place.
     unequal, ulps: share of elements that are not the oracle's, and the largest distance; not judged, because
                    near zero an ulp is nothing.
+    tied:          near ties upstream, of other slots, may move a row at will: the worst row is shown and not
+                   judged, unless it is not finite. The mean is.
     """
 
     place: str
@@ -85,6 +88,7 @@ class Judged:
     gap_at: RowAt | None
     unequal: float
     ulps: int
+    tied: bool
 
     @property
     def reasons(self) -> list[str]:
@@ -95,7 +99,7 @@ class Judged:
                 f"{self.place}: {self.beyond} of {self.rows} rows chose differently beyond the choice's noise"
                 f" (gap {self.gap_ratio:.3g} times the noise, limit {GAP_FACTOR:g}; {self.gap_at})"
             )
-        if not self.ratio <= FACTOR:
+        if not self.ratio <= FACTOR and (not self.tied or not math.isfinite(self.worst)):
             found.append(
                 f"{self.place}: {self.output}: the worst row's error {self.worst:.3g} is {self.ratio:.3g}"
                 f" times its floor (limit {FACTOR:g}; {self.at})"
@@ -120,6 +124,7 @@ class _Rows:
     noise: float = 0.0
     unequal: float = 0.0
     ulps: int = 0
+    tied: bool = False
 
 
 class Ledger:
@@ -144,8 +149,9 @@ class Ledger:
         experts: Tensor | None = None,
         unequal: float = 0.0,
         ulps: int = 0,
+        tied: bool = False,
     ) -> None:
-        """Add the rows of one step; fields as in `walk.Comparison`, errors by arm."""
+        """Add the rows of one step; fields as in `walk.Comparison` and `Judged`, errors by arm."""
         rows = self._rows.setdefault((place, output), _Rows())
         for arm in ("fast", *self.floor_arms):
             rows.errors.setdefault(arm, []).append(_floats(errors[arm]))
@@ -155,6 +161,7 @@ class Ledger:
         if experts is not None:
             rows.experts.append(experts.cpu().numpy())
         rows.at += at
+        rows.tied |= tied
         rows.unequal += unequal * len(at)
         rows.ulps = -1 if min(ulps, rows.ulps) < 0 else max(ulps, rows.ulps)
         rows.noise = max(rows.noise, noise)
@@ -221,6 +228,7 @@ class Ledger:
             gap_at=rows.at[widest] if gap[widest] > 0 else None,
             unequal=rows.unequal / len(got),
             ulps=rows.ulps,
+            tied=rows.tied,
         )
 
 

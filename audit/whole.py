@@ -19,7 +19,7 @@ from audit.written import MANTISSA, cache_rows, head_error, head_least
 from mono.assembly import Assembly
 from mono.caches import LayerCache
 from mono.decode import StepOutput, run
-from mono.layers import moe
+from mono.layers import moe, sparse_attention
 from mono.plan import Plan
 
 Floats = NDArray[np.float64]
@@ -158,6 +158,14 @@ def event_upstream(plan: Plan, layers: int) -> float:
     return max([2.0**-5, *(0.5 / spec.topk for spec in before if isinstance(spec, moe.Spec))])
 
 
+def choice_upstream(plan: Plan, layers: int) -> bool:
+    """Whether any of the first `layers` decoder layers picks experts or KV blocks."""
+    before = [slot.spec for slot in plan.slots if 0 <= slot.layer < layers]
+    return any(
+        isinstance(s, moe.Spec) or (isinstance(s, sparse_attention.Spec) and s.selects) for s in before
+    )
+
+
 def record_taps(
     ledger: Ledger,
     plan: Plan,
@@ -179,6 +187,7 @@ def record_taps(
             {arm: row_error(output.taps[list(rows), of], want) for arm, output in others.items()},
             least_error(want, 7).clamp(min=event_upstream(plan, tap + 1)),  # a tap is bf16
             [at[row] for row in rows],
+            tied=choice_upstream(plan, tap + 1),
         )
 
 
@@ -231,7 +240,14 @@ class Forced:
             for output, values in want.items():
                 errors = {arm: head_error(found[output], values) for arm, found in got.items()}
                 event = head_least(values, MANTISSA[cache.k.dtype]).clamp(min=event_upstream(plan, layer))
-                ledger.add(f"{name}: own cache", output, errors, event, [at[row] for row in rows])
+                ledger.add(
+                    f"{name}: own cache",
+                    output,
+                    errors,
+                    event,
+                    [at[row] for row in rows],
+                    tied=choice_upstream(plan, layer),
+                )
 
     def draft(self, requests: Sequence[Request]) -> dict[str, list[tuple[int, ...]]]:
         """Each arm's drafts for the next step; they are compared, never verified."""

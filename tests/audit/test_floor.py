@@ -108,3 +108,13 @@ def test_experts_that_were_chosen_are_counted() -> None:
     ledger.add("slot", "partial", errors, zero, AT, experts=torch.tensor([[0, 4]] * ROWS))
     assert ledger.expert_rows("slot") == {0: ROWS, 4: ROWS}
     assert ledger.places == {"slot"}
+
+
+def test_behind_a_near_tie_the_mean_is_judged_and_the_worst_row_only_if_it_is_not_finite() -> None:
+    fast = torch.zeros(ROWS)
+    fast[7] = 0.09
+    assert judged(fast).reasons
+    assert not judged(fast, tied=True).reasons
+    assert "mean error" in judged(torch.full((ROWS,), 0.09), tied=True).reasons[0]
+    fast[7] = float("inf")
+    assert judged(fast, tied=True).reasons
