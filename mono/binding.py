@@ -30,7 +30,6 @@ from mono.refusal import Declined, Refused
 from mono.step import Step
 
 ALIGNMENT = 16  # bytes; the widest load of a kernel
-FP32 = ("router", "bias", "rope")  # plain weights that are fp32; all others are bf16
 
 _DOOR = object()
 
@@ -106,7 +105,7 @@ def bind(
     reasons = refuse_model(model, deployment, drafter_taps, device)
     try:
         assembly = assemble(model.plan, model.weights, deployment, "fast")
-    except ValueError as error:  # a weight that is missing or of another shape
+    except ValueError as error:  # a weight that is missing, or of another dtype or shape
         return Refused((*reasons, str(error)))
     if isinstance(assembly, Refused):
         return Refused((*reasons, *_once(assembly.reasons)))
@@ -116,8 +115,10 @@ def bind(
     try:
         if certificate is None:
             raise CertificateError("none was given, and nothing runs fused without one")
-        if not isinstance(certificate, Certificate):
+        if isinstance(certificate, str | Path):
             certificate = read(certificate)
+        if type(certificate) is not Certificate:  # nor a subclass, which may say of itself what it likes
+            raise CertificateError(f"expected a certificate or its path, got {type(certificate).__name__}")
         if why := certificate.unsigned(key) or certificate.covers(facts_of(model, assembly, deployment), now):
             raise CertificateError(why)
     except (CertificateError, OSError) as error:
@@ -138,11 +139,6 @@ def refuse_model(
         loaded, asked = getattr(model.deployment, name), getattr(deployment, name)
         if loaded != asked:
             reasons.append(f"model: was loaded with {name} {loaded!r}, the deployment has {asked!r}")
-    if deployment.max_context > model.deployment.max_context:
-        reasons.append(
-            f"model: was loaded for contexts of {model.deployment.max_context},"
-            f" the deployment serves {deployment.max_context}"
-        )
     found = _tensors(model.weights[0])[0][1].device
     if device is not None and _indexed(torch.device(device)) != _indexed(found):
         reasons.append(f"device: expected the weights on {device}, they are on {found}")
@@ -153,7 +149,7 @@ def refuse_model(
     except ValueError as error:
         reasons.append(str(error))
     reasons += refuse_stack(model.plan, deployment)
-    for slot, weights in zip(model.plan.slots, model.weights, strict=True):
+    for slot, weights in zip(model.plan.slots, model.weights, strict=False):  # assemble counts them
         reasons += _refuse_weights(slot, weights, found)
     return tuple(reasons)
 
@@ -212,12 +208,9 @@ def refuse_stack(plan: Plan, deployment: Deployment) -> list[str]:
 
 
 def _refuse_weights(slot: Slot, weights: AnyWeights, device: torch.device) -> list[str]:
-    """Tensors of this slot on another device, with gaps, off their alignment, or of another type."""
+    """Tensors of this slot on another device, with gaps, or off their alignment. Arms check the rest."""
     reasons = []
     for name, tensor in _tensors(weights):
-        plain = torch.float32 if name in FP32 else torch.bfloat16
-        if "." not in name and tensor.dtype != plain:
-            reasons.append(f"{slot}: {name}: expected {plain}, got {tensor.dtype}")
         if tensor.device != device:
             reasons.append(f"{slot}: {name}: expected it on {device}, it is on {tensor.device}")
         if not tensor.is_contiguous():

@@ -146,7 +146,7 @@ def test_it_reads_no_tensor() -> None:
 
 
 def test_it_takes_less_than_20_microseconds() -> None:
-    """The promise. It takes some 3 on an idle core, and the best of many counts: a busy machine only adds."""
+    """The promise. It takes about 1 on one core, and the best of many counts: a busy machine only adds."""
     step = meta(16)
 
     def once() -> float:
