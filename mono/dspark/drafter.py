@@ -286,12 +286,8 @@ class Drafter:
         return self.weights.fc.device
 
     def new_context(self, capacity: int) -> ContextCache:
-        """An empty context of `capacity` positions for one request, at most as many as the RoPE table has."""
+        """An empty context of at most `capacity` positions for one request."""
         s = self.spec
-        if capacity > self.weights.rope.shape[0]:
-            raise ValueError(
-                f"drafter: context: expected at most {self.weights.rope.shape[0]} positions, got {capacity}"
-            )
         shape = (s.layers, capacity, s.kv_heads, s.head_dim)
         k = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=self.device)
         return ContextCache(k, k.clone())
@@ -313,9 +309,10 @@ class Drafter:
             raise ValueError(
                 f"drafter: context: expected rows from at most position {context.written}, got {start}"
             )
-        if start + n > context.capacity:
+        if start + n > min(context.capacity, w.rope.shape[0]):
             raise ValueError(
-                f"drafter: context: expected at most {context.capacity} positions, got {start + n}"
+                f"drafter: context: expected at most {min(context.capacity, w.rope.shape[0])} positions,"
+                f" got {start + n}"
             )
         positions = torch.arange(start, start + n, device=taps.device)
         c = self._linear(taps, w.fc.float())  # [n, H]
