@@ -23,6 +23,7 @@ from mono.deployment import Deployment
 from mono.deployment_refusals import refuse_deployment
 from mono.eligibility import Fused, Limits, StepMeta, eligible
 from mono.facts import device_facts, facts_of
+from mono.formats import e8m0
 from mono.layers import AnyWeights, dense_mlp, sparse_attention
 from mono.models import Model, architecture_of
 from mono.plan import Plan, Slot
@@ -208,7 +209,10 @@ def refuse_stack(plan: Plan, deployment: Deployment) -> list[str]:
 
 
 def _refuse_weights(slot: Slot, weights: AnyWeights, device: torch.device) -> list[str]:
-    """Tensors of this slot on another device, with gaps, or off their alignment. Arms check the rest."""
+    """Tensors of this slot on another device, with gaps, off their alignment, or scales that cannot be meant.
+
+    Arms check dtypes and shapes.
+    """
     reasons = []
     for name, tensor in _tensors(weights):
         if tensor.device != device:
@@ -217,7 +221,18 @@ def _refuse_weights(slot: Slot, weights: AnyWeights, device: torch.device) -> li
             reasons.append(f"{slot}: {name}: expected contiguous rows, got strides {tensor.stride()}")
         elif tensor.numel() > 1 and tensor.data_ptr() % ALIGNMENT:
             reasons.append(f"{slot}: {name}: expected an address of whole {ALIGNMENT} bytes")
+        if name.endswith(".scale") and tensor.device == device and (count := _wrong_scales(tensor)):
+            reasons.append(f"{slot}: {name}: expected finite positive scales, got {count} other")
     return reasons
+
+
+def _wrong_scales(scale: Tensor) -> int:
+    """E8M0 bytes that are NaN, and fp32 scales that are not finite and positive. NVFP4's may be zero."""
+    if scale.dtype == torch.uint8:
+        return int((scale == e8m0.NAN).sum())
+    if scale.dtype == torch.float32:
+        return int((~((scale > 0) & scale.isfinite())).sum())
+    return 0
 
 
 def _tensors(weights: AnyWeights) -> list[tuple[str, Tensor]]:

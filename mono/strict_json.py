@@ -60,7 +60,10 @@ def parse(found: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise CertificateError(f"expected UTF-8, got byte {found[error.start]} at {error.start}") from None
     depth = 0
-    for bracket in re.findall(r"[\[\]{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text)):
+    # a string is stepped over whole, closed or not, so this takes one pass whatever the text
+    for bracket in re.findall(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', text, re.DOTALL):
+        if bracket[0] == '"':
+            continue
         depth += 1 if bracket in "[{" else -1
         if depth > MOST_NESTING:
             raise CertificateError(f"expected JSON nested at most {MOST_NESTING} deep, got deeper")
@@ -179,11 +182,11 @@ def by_name(reader: Reader) -> Reader:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CertificateError(f"{twice!r:.60}: expected once, got it twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise CertificateError(f"{name!r:.60}: expected once, got it twice")
+        found[name] = value
     return found
 
 

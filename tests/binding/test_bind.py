@@ -246,6 +246,13 @@ def gaps(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
+def spoiled(scale: Tensor, value: float) -> Tensor:
+    """The same scales, the last one another."""
+    other = scale.clone()
+    other.view(-1)[-1] = value
+    return other
+
+
 W = embedded("m3").weights
 MOE = "layer 3 (moe)"
 BAD_WEIGHTS: list[tuple[int, dict[str, Any], str]] = [
@@ -266,13 +273,26 @@ BAD_WEIGHTS: list[tuple[int, dict[str, Any], str]] = [
         {"gate_up": replace(W[8].gate_up, scale=gaps(W[8].gate_up.scale))},
         f"{MOE}: gate_up.scale: expected contiguous rows, got strides (4096, 16, 2)",
     ),
+    (
+        8,
+        {"down": replace(W[8].down, scale=spoiled(W[8].down.scale, 255))},
+        f"{MOE}: down.scale: expected finite positive scales, got 1 other",
+    ),
+    *(
+        (
+            7,
+            {"o": replace(W[7].o, scale=spoiled(W[7].o.scale, value))},
+            "layer 3 (sparse_attention): o.scale: expected finite positive scales, got 1 other",
+        )
+        for value in (0.0, -1.0, float("nan"), float("inf"))
+    ),
     (8, {"bias": W[8].bias.to("meta")}, f"{MOE}: bias: expected it on cpu, it is on meta"),
     (8, {"norm": W[8].norm[:-16]}, f"{MOE}: moe.norm: expected [256], got [240]"),
     (8, {"down": W[8].gate_up}, f"{MOE}: moe.down: expected [17, 256, 128], got [17, 256, 256]"),
 ]
 
 
-@pytest.mark.parametrize(("index", "changes", "reason"), BAD_WEIGHTS, ids=[r for _, _, r in BAD_WEIGHTS])
+@pytest.mark.parametrize(("index", "changes", "reason"), BAD_WEIGHTS)
 def test_a_weight_that_cannot_be_borrowed(index: int, changes: dict[str, Any], reason: str) -> None:
     model = changed_weights(embedded("m3"), index, **changes)
     assert reasons(bind(model, SERVED, None))[0] == reason

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta, timezone
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 from binding.issuing import KEY, NOW, SERVED, certificate, embedded, evidence, facts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mono import facts as facts_module
 from mono.certificate import Certificate, CertificateError, Evidence, Facts, issue, read
@@ -283,6 +287,44 @@ def test_nesting(tmp_path: Path, file: Path) -> None:
     # brackets within a string do not nest
     deep.write_text(json.dumps({'"' + "[" * 50: 1}))
     assert message(deep).endswith("unknown field")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"' + '\\"' * 500_000,  # every quote begins a string that does not end
+        '"' * 1_000_000,
+        "{" + ",".join(f'"{k}":1' for k in range(90_000)) + ',"89999":1}',
+        '{"a":' + "9" * 1_000_000 + "}",
+        '{"a":' + "[]," * 300_000,
+    ],
+    ids=["open strings", "quotes", "names", "digits", "lists"],
+)
+def test_a_hostile_file_takes_no_long_time(tmp_path: Path, text: str) -> None:
+    """A pass over a megabyte takes tens of milliseconds; one pass for every character takes hours."""
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    start = time.process_time()
+    message(path)
+    assert time.process_time() - start < 5
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_one_byte_changed_is_refused_or_means_the_same(served: Facts, data: st.DataObject) -> None:
+    """A changed byte of white space may leave the meaning; nothing else passes."""
+    signed = certificate(served, KEY)
+    whole = json.loads(signed.sealed()) | {"sha256": signed.sha256, "hmac": signed.hmac}
+    stored = bytearray(json.dumps(whole).encode())
+    stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c.json"
+        path.write_bytes(stored)
+        try:
+            certified = read(path, KEY)
+        except CertificateError:
+            return
+    assert certified == signed
 
 
 def test_names_that_come_twice(file: Path) -> None:
