@@ -41,9 +41,13 @@ class Assembly:
         return Carry.start(step.rows, self.hidden, self.device)
 
     def run_slot(self, index: int, carry: Carry, step: Step, caches: Sequence[LayerCache]) -> Carry:
-        """Run slot number `index` alone on a carry."""
-        layer = min(max(self.plan.slots[index].layer, 0), self.plan.layers - 1)
-        return self.layers[index](carry, step, caches[layer])
+        """Run slot number `index` alone on a carry. A ValueError names the slot."""
+        slot = self.plan.slots[index]
+        layer = min(max(slot.layer, 0), self.plan.layers - 1)
+        try:
+            return self.layers[index](carry, step, caches[layer])
+        except ValueError as error:
+            raise ValueError(f"{slot}: {error}") from error
 
 
 def assemble(

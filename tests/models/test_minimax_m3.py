@@ -29,6 +29,7 @@ from mono.assembly import Assembly, assemble
 from mono.caches import LayerCache
 from mono.checkpoint import CheckpointError, load_checkpoint
 from mono.deployment import Deployment
+from mono.dspark import empty_caches
 from mono.formats import Bf16, Nvfp4, PtpcFp8, mxfp4, ptpc_fp8
 from mono.layers import LAYER_TYPES, dense_mlp, moe
 from mono.models import Model, load_model, minimax_m3
@@ -307,6 +308,20 @@ def test_no_context_beyond_what_the_model_was_made_for(tmp_path: Path) -> None:
         ValueError, match=r"deployment\.max_context: expected at most max_position_embeddings = 256, got 257"
     ):
         load(make(), tmp_path / "c", replace(DEFAULT, max_context=257))
+
+
+def test_what_goes_wrong_in_a_step_names_its_layer(tmp_path: Path) -> None:
+    model = load(make("m3", "quark"), tmp_path / "c", DEFAULT)
+    caches = empty_caches(model.plan, 4)
+    caches[2] = replace(caches[2], index_k=None)
+    step = Step.of(
+        torch.zeros(1, 1).long(), torch.tensor([1]).int(), torch.zeros(1, 1).int(), model.config.block_size
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^layer 2 \(sparse_attention\): .*cache\.index_k: expected \[4, 8, 16\], got nothing$",
+    ):
+        decode.run(built(model), step, caches)
 
 
 def test_nothing_is_assembled_for_a_longer_context_or_another_group(tmp_path: Path) -> None:
