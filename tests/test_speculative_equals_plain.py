@@ -1,7 +1,8 @@
 """Speculative greedy output is plain greedy output, token for token, on both embedded checkpoints.
 
 Plain steps hold 16 requests and verify steps two, so both fill one tile of 16 rows, in which a row's sums
-have one order (decision 0004). Any token that differs is then a fault of drafting, verify, acceptance or rewind.
+have one order (decision 0004). Any token that differs is then a fault of drafting, verify, acceptance or
+rewind.
 """
 
 from pathlib import Path
