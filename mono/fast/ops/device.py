@@ -1,4 +1,4 @@
-"""Numeric helpers that every kernel shares: rounding, small formats, exact powers of two.
+"""Numeric helpers that every kernel shares: rounding, small formats, the order of floats.
 
 Each is a `@triton.jit` function that inlines into its caller. Plain and fused kernels call the same ones, so
 a test of one is a test of both. They touch no memory: formats are decoded by bit arithmetic.
@@ -39,24 +39,29 @@ def quantise_e4m3(x):
 
 
 @triton.jit
-def e4m3_scale(amax):
-    """fp32 scale of PTPC FP8 and of the FP8 KV cache: `amax / 448` by true division, 1.0 where amax is zero.
+def abs_max(x, axis: tl.constexpr):
+    """Largest magnitude of fp32 `x` along `axis`; NaN if there is one, whatever stands beside it.
 
-    Divide by it (`quantise_e4m3(true_div(x, scale))`): the product with a reciprocal rounds differently.
+    Magnitudes order as their bits do, NaN above infinity, while a float maximum drops NaN on most hardware.
     """
-    return tl.where(amax == 0.0, 1.0, tl.div_rn(amax, 448.0))
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def exp2_int(e):
-    """`2^e` as fp32 for int32 `e`, exact: subnormal below -126, zero below -149, infinity above 127.
+def e4m3_scale(amax):
+    """fp32 scale of PTPC FP8 and of the FP8 KV cache: `amax / 448` by true division, 1.0 where that is zero.
 
-    Built from bits because the hardware's `exp2` flushes subnormal results to zero.
+    Divide by it (`quantise_e4m3(true_div(x, scale))`): the product with a reciprocal rounds differently.
     """
-    normal = (tl.minimum(e, 128) + 127) << 23
-    subnormal = 1 << tl.minimum(tl.maximum(e + 149, 0), 23)
-    bits = tl.where(e >= -126, normal, tl.where(e >= -149, subnormal, 0))
-    return bits.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, 448.0)
+    return tl.where(scale == 0.0, 1.0, scale)  # so has a small subnormal amax
+
+
+@triton.jit
+def quantise_row(x):
+    """fp32 rows [T, K] -> e4m3 codes [T, K] and fp32 scales [T]: the row's amax / 448, 1.0 for a zero row."""
+    scale = e4m3_scale(abs_max(x, 1))
+    return quantise_e4m3(true_div(x, tl.broadcast_to(scale[:, None], x.shape))), scale
 
 
 @triton.jit
@@ -81,6 +86,14 @@ def mxfp8_scale(amax):
     code = ((bits + 0x1FFFFF) >> 23) - 8  # carries when the fraction exceeds 0x600000, 1.75
     code = tl.where(bits >= 0x7F800000, 254, tl.maximum(code, 1))
     return code.to(tl.uint8)
+
+
+@triton.jit
+def round_mxfp8(x, axis: tl.constexpr):
+    """fp32 x -> the values of its MXFP8 form, exact in bf16. `axis`, 32 long, lies under one scale."""
+    code = tl.expand_dims(mxfp8_scale(abs_max(x, axis)), axis)
+    codes = quantise_e4m3(x * decode_e8m0(254 - code))
+    return to_bf16(codes.to(tl.float32) * decode_e8m0(code))
 
 
 @triton.jit
@@ -116,3 +129,25 @@ def swiglu_oai(gate, up, alpha, beta, limit):
     g = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     u = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return g * tl.sigmoid(alpha * g) * (u + beta)
+
+
+@triton.jit
+def rank_key(x, index):
+    """fp32 values and their int32 indices >= 0 -> int64 keys: the largest key is the best value's.
+
+    NaN ranks above every number, the two zeros are equal, and of equal values the lower index wins. So
+    choosing is one integer maximum, which has no order, instead of an argmax with rules of its own.
+    """
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def key_index(key):
+    """The int32 index in a `rank_key`."""
+    return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
+
+
+NO_KEY = tl.constexpr(-(2**63))  # below the key of every value

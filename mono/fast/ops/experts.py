@@ -8,25 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.fast.launch import launch
-from mono.fast.ops.device import (
-    decode_e8m0,
-    decode_mxfp4,
-    mxfp8_scale,
-    quantise_e4m3,
-    swiglu_oai,
-    to_bf16,
-)
-from mono.fast.ops.linear import abs_max
+from mono.fast.ops.device import decode_mxfp4, round_mxfp8, swiglu_oai, to_bf16
 from mono.fast.tiles import fitted, tile
 from mono.formats import Mxfp4
-
-
-@triton.jit
-def round_mxfp8(x, axis: tl.constexpr):
-    """fp32 x -> the values of its MXFP8 form, exact in bf16. `axis`, 32 long, lies under one scale."""
-    code = tl.expand_dims(mxfp8_scale(abs_max(x, axis)), axis)
-    codes = quantise_e4m3(x * decode_e8m0(254 - code))
-    return to_bf16(codes.to(tl.float32) * decode_e8m0(code))
 
 
 @triton.jit

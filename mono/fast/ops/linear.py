@@ -8,25 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.fast.launch import launch
-from mono.fast.ops.device import e4m3_scale, quantise_e4m3, to_bf16, true_div
+from mono.fast.ops.device import quantise_row, to_bf16
 from mono.fast.tiles import fitted, tile
 from mono.formats import Bf16, PtpcFp8
-
-
-@triton.jit
-def abs_max(x, axis: tl.constexpr):
-    """Largest magnitude of fp32 `x` along `axis`; NaN if there is one, whatever stands beside it.
-
-    Magnitudes order as their bits do, NaN above infinity, while a float maximum drops NaN on most hardware.
-    """
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=axis).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def quantise_row(x):
-    """fp32 rows [T, K] -> e4m3 codes [T, K] and fp32 scales [T]: the row's amax / 448, 1.0 for a zero row."""
-    scale = e4m3_scale(abs_max(x, 1))
-    return quantise_e4m3(true_div(x, tl.broadcast_to(scale[:, None], x.shape))), scale
 
 
 @triton.jit

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mono.caches import LayerCache
 from mono.fast.launch import launch
-from mono.fast.ops.device import e4m3_scale, quantise_e4m3, to_bf16, true_div
-from mono.fast.ops.linear import abs_max
+from mono.fast.ops.device import abs_max, e4m3_scale, quantise_e4m3, to_bf16, true_div
 from mono.fast.tiles import Settings, tile
 from mono.step import Step
 

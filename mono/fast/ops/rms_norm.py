@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.fast.launch import launch
-from mono.fast.ops.device import to_bf16
-from mono.fast.ops.experts import round_mxfp8
-from mono.fast.ops.linear import quantise_row
+from mono.fast.ops.device import quantise_row, round_mxfp8, to_bf16
 from mono.fast.tiles import tile
 
 

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.fast.launch import launch
-from mono.fast.ops.device import true_div
-from mono.fast.ops.top1 import NO_KEY, key_index, rank_key
+from mono.fast.ops.device import NO_KEY, key_index, rank_key, true_div
 from mono.fast.tiles import fitted, tile
 
 

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.fast.launch import launch
-from mono.fast.ops.device import swiglu_oai, to_bf16
-from mono.fast.ops.linear import quantise_row
+from mono.fast.ops.device import quantise_row, swiglu_oai, to_bf16
 from mono.fast.tiles import tile
 
 

@@ -1,4 +1,4 @@
-"""The winning token of each row, and the order of floats that every choice by rank uses."""
+"""The winning token of each row."""
 
 from __future__ import annotations
 
@@ -8,29 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.fast.launch import launch
+from mono.fast.ops.device import NO_KEY, key_index, rank_key
 from mono.fast.tiles import fitted, tile
-
-
-@triton.jit
-def rank_key(x, index):
-    """fp32 values and their int32 indices >= 0 -> int64 keys: the largest key is the best value's.
-
-    NaN ranks above every number, the two zeros are equal, and of equal values the lower index wins. So
-    choosing is one integer maximum, which has no order, instead of an argmax with rules of its own.
-    """
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def key_index(key):
-    """The int32 index in a `rank_key`."""
-    return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
-
-
-NO_KEY = tl.constexpr(-(2**63))  # below the key of every value
 
 
 @triton.jit
