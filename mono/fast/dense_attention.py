@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from mono.caches import LayerCache
 from mono.deployment import Deployment
-from mono.fast.ops.attention import attend, check_linears, refuse_deployment, refuse_sizes
+from mono.fast.limits import in_format, refuse_formats, refuse_sizes
+from mono.fast.ops.attention import attend
 from mono.fast.ops.linear import ptpc_linear, quantise_rows
 from mono.fast.ops.norm_rope import norm_rope_insert, pack_norms
 from mono.fast.ops.rms_norm import absorb_norm_ptpc
@@ -20,7 +21,7 @@ from mono.step import Step
 
 def refuse(spec: Spec, deployment: Deployment) -> str | None:
     """Why the kernels cannot serve this layer, or None."""
-    return refuse_deployment(deployment) or refuse_sizes(
+    return refuse_formats(deployment) or refuse_sizes(
         spec.head_dim, spec.rotary_dim, spec.group, spec.block_size
     )
 
@@ -32,10 +33,8 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
     merge; quantiser; o. Rounding as in the reference.
     """
     check_weights(TYPE, spec, weights, comm)
-    check_linears(TYPE.name, qkv=weights.qkv, o=weights.o)
-    qkv_matrix, o_matrix = weights.qkv, weights.o
-    assert isinstance(qkv_matrix, PtpcFp8)
-    assert isinstance(o_matrix, PtpcFp8)
+    qkv_matrix = in_format("dense_attention.qkv", weights.qkv, PtpcFp8)
+    o_matrix = in_format("dense_attention.o", weights.o, PtpcFp8)
     head_norms = pack_norms(weights.q_norm, weights.k_norm)
 
     def dense_attention(carry: Carry, step: Step, cache: LayerCache) -> Carry:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mono.caches import LayerCache
 from mono.deployment import Deployment
+from mono.fast.limits import in_format
 from mono.fast.ops.linear import ptpc_linear
 from mono.fast.ops.rms_norm import absorb_norm_ptpc
 from mono.fast.ops.swiglu import swiglu_ptpc
@@ -31,11 +32,8 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
     through bf16 into down's.
     """
     check_weights(TYPE, spec, weights, comm)
-    gate_up, down = weights.gate_up, weights.down
-    if not isinstance(gate_up, PtpcFp8):
-        raise ValueError(f"dense_mlp.gate_up: expected ptpc_fp8, got {gate_up.format_name}")
-    if not isinstance(down, PtpcFp8):
-        raise ValueError(f"dense_mlp.down: expected ptpc_fp8, got {down.format_name}")
+    gate_up = in_format("dense_mlp.gate_up", weights.gate_up, PtpcFp8)
+    down = in_format("dense_mlp.down", weights.down, PtpcFp8)
 
     def dense_mlp(carry: Carry, step: Step, cache: LayerCache) -> Carry:
         partial = None if carry.partial is None else comm.all_reduce(carry.partial)

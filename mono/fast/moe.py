@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mono.caches import LayerCache
 from mono.deployment import Deployment
+from mono.fast.limits import in_format
 from mono.fast.ops.experts import experts
 from mono.fast.ops.rms_norm import absorb_norm_bf16, absorb_norm_mxfp8
 from mono.fast.ops.router import route
@@ -36,11 +37,8 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
     deployment rounds activations to MXFP8, those values too, which the experts read.
     """
     check_weights(TYPE, spec, weights, comm)
-    gate_up, down = weights.gate_up, weights.down
-    if not isinstance(gate_up, Mxfp4):
-        raise ValueError(f"moe.gate_up: expected mxfp4, got {gate_up.format_name}")
-    if not isinstance(down, Mxfp4):
-        raise ValueError(f"moe.down: expected mxfp4, got {down.format_name}")
+    gate_up = in_format("moe.gate_up", weights.gate_up, Mxfp4)
+    down = in_format("moe.down", weights.down, Mxfp4)
     if spec.shared == "apart":
         raise ValueError("moe.shared: expected 'fused' or 'none', got 'apart'")
     mxfp8 = spec.activations == "mxfp8"

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from mono.caches import LayerCache
 from mono.deployment import Deployment
-from mono.fast.ops.attention import attend_selected, check_linears, refuse_deployment, refuse_sizes
+from mono.fast.limits import in_format, refuse_formats, refuse_sizes
+from mono.fast.ops.attention import attend_selected
 from mono.fast.ops.index import MOST_BLOCKS, block_scores, select_blocks
 from mono.fast.ops.linear import ptpc_linear, quantise_rows
 from mono.fast.ops.norm_rope import norm_rope_insert, pack_norms
@@ -22,7 +23,7 @@ from mono.step import Step
 def refuse(spec: Spec, deployment: Deployment) -> str | None:
     """Why the kernels cannot serve this layer, or None."""
     width, topk = spec.index_dim, spec.topk_blocks
-    if why := refuse_deployment(deployment):
+    if why := refuse_formats(deployment):
         return why
     if why := refuse_sizes(spec.head_dim, spec.rotary_dim, spec.group, spec.block_size):
         return why
@@ -50,10 +51,8 @@ def build(spec: Spec, weights: Weights, comm: Comm) -> Layer:
     and selection if the layer selects; attention and merge; quantiser; o. Rounding as in the reference.
     """
     check_weights(TYPE, spec, weights, comm)
-    check_linears(TYPE.name, qkv=weights.qkv, o=weights.o)
-    qkv_matrix, o_matrix = weights.qkv, weights.o
-    assert isinstance(qkv_matrix, PtpcFp8)
-    assert isinstance(o_matrix, PtpcFp8)
+    qkv_matrix = in_format("sparse_attention.qkv", weights.qkv, PtpcFp8)
+    o_matrix = in_format("sparse_attention.o", weights.o, PtpcFp8)
     norms = [weights.q_norm, weights.k_norm]
     if spec.selects:
         norms += [weights.index_q_norm, weights.index_k_norm]

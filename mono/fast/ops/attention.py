@@ -8,12 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mono.caches import LayerCache
-from mono.deployment import Deployment
 from mono.fast.launch import launch
+from mono.fast.limits import check_e4m3_cache
 from mono.fast.ops.device import to_bf16
-from mono.fast.ops.norm_rope import check_cache
 from mono.fast.tiles import Settings, tile
-from mono.formats import Matrix, PtpcFp8
 from mono.step import Step
 
 
@@ -344,7 +342,7 @@ def _check(q: Tensor, cache: LayerCache, step: Step, who: str) -> tuple[int, int
             f"{who}: expected contiguous bf16 q [{step.rows}, a multiple of {G}, {D}], "
             f"got {q.dtype} {list(q.shape)}"
         )
-    check_cache(cache, who)
+    check_e4m3_cache(who, cache)
     return T, N, D, G
 
 
@@ -377,32 +375,3 @@ def _merge_splits(out: Tensor, top: Tensor, total: Tensor) -> Tensor:
         **tiles,
     )
     return y
-
-
-def refuse_sizes(head_dim: int, rotary_dim: int, group: int, block_size: int) -> str | None:
-    """Why the attention kernels cannot take these sizes, or None."""
-    if head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
-        return f"head_dim is {head_dim}, the kernels take a power of two from 16 to 256"
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        return f"rotary_dim is {rotary_dim}, the kernels take an even number up to head_dim {head_dim}"
-    if not 1 <= group <= 64:
-        return f"{group} query heads share a KV head, the kernels take 1 to 64"
-    if block_size & (block_size - 1) or not 16 <= block_size <= 256:
-        return f"block_size is {block_size}, the kernels take a power of two from 16 to 256"
-    return None
-
-
-def refuse_deployment(deployment: Deployment) -> str | None:
-    """Why the attention kernels cannot serve this deployment, or None."""
-    if deployment.kv_format != "fp8_e4m3":
-        return f"the KV cache is {deployment.kv_format}, the kernels read fp8_e4m3"
-    if deployment.linears != "ptpc_fp8":
-        return f"linears are {deployment.linears!r}, the fast attention multiplies in ptpc_fp8"
-    return None
-
-
-def check_linears(layer_type: str, **matrices: Matrix) -> None:
-    """ValueError, naming the field, unless every matrix is PTPC FP8."""
-    for name, matrix in matrices.items():
-        if not isinstance(matrix, PtpcFp8):
-            raise ValueError(f"{layer_type}.{name}: expected ptpc_fp8, got {matrix.format_name}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mono.caches import LayerCache
 from mono.fast.launch import launch
-from mono.fast.ops.norm_rope import check_cache
+from mono.fast.limits import check_e4m3_cache
 from mono.fast.tiles import Settings, tile
 from mono.step import Step
 
@@ -79,7 +79,7 @@ def block_scores(index_q: Tensor, cache: LayerCache, step: Step, settings: Setti
     """
     if cache.index_k is None:
         raise ValueError("block_scores: this layer has no index cache")
-    check_cache(cache, "block_scores")
+    check_e4m3_cache("block_scores", cache)
     T, G, I = index_q.shape  # noqa: E741
     if index_q.dtype != torch.bfloat16 or not index_q.is_contiguous() or step.rows != T:
         raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mono.caches import LayerCache
 from mono.fast.launch import launch
+from mono.fast.limits import check_e4m3_cache
 from mono.fast.ops.device import abs_max, e4m3_scale, quantise_e4m3, to_bf16, true_div
 from mono.fast.tiles import Settings, tile
 from mono.step import Step
@@ -159,7 +160,7 @@ def norm_rope_insert(
         )
     if J and cache.index_k is None:
         raise ValueError("norm_rope_insert: the layer selects, its cache has no index keys")
-    check_cache(cache, "norm_rope_insert")
+    check_e4m3_cache("norm_rope_insert", cache)
     q = torch.empty((T, heads, D), dtype=torch.bfloat16, device=qkv.device)
     index_q = torch.empty((T, J, I), dtype=torch.bfloat16, device=qkv.device) if J else None
     tiles = dict(tile("norm_rope", qkv.device) if settings is None else settings)
@@ -195,15 +196,3 @@ def norm_rope_insert(
         **tiles,
     )
     return q, index_q
-
-
-def check_cache(cache: LayerCache, who: str) -> None:
-    """ValueError unless the cache is e4m3 and contiguous, as kernels read it."""
-    for name in ("k", "v", "k_scale", "v_scale", "index_k"):
-        tensor = getattr(cache, name)
-        dtype = torch.float32 if name.endswith("scale") else torch.float8_e4m3fn
-        if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
-            raise ValueError(
-                f"{who}: cache.{name}: expected contiguous {dtype}, "
-                f"got {tensor.dtype} of strides {tensor.stride()}"
-            )
