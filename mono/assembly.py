@@ -12,8 +12,7 @@ from mono import reference
 from mono.caches import LayerCache
 from mono.deployment import Deployment
 from mono.interface import Carry, Layer, Side
-from mono.layers import AnyWeights
-from mono.layers.checks import device_of
+from mono.layers import AnyWeights, embed
 from mono.parallel import SOLO, Comm
 from mono.plan import Plan, Slot
 from mono.reference.numerics import NATIVE, Numerics
@@ -93,8 +92,8 @@ def assemble(
         except ValueError as error:
             raise ValueError(f"{slot}: {error}") from error
     first = weights[0]
-    device = device_of(getattr(first, "table"))  # noqa: B009
-    return Assembly(plan, tuple(layers), sides, device, deployment)
+    assert isinstance(first, embed.Weights)  # a plan begins with the embedding
+    return Assembly(plan, tuple(layers), sides, first.table.device, deployment)
 
 
 def side_of(plan: Plan, slot: Slot, deployment: Deployment, side: Side) -> Side:

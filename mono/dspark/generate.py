@@ -227,11 +227,11 @@ class Generator:
         )
         ids = () if drafter is None else drafter.taps
 
-        def run_reference(step: Step) -> StepOutput:
+        def run_assembly(step: Step) -> StepOutput:
             return run(assembly, step, caches, ids)
 
-        self._prefill: RunStep = run_reference
-        self._decode: RunStep = decode or run_reference
+        self._prefill: RunStep = run_assembly
+        self._decode: RunStep = decode or run_assembly
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new: int | Sequence[int]) -> list[Generated]:
         """Generate up to `max_new` tokens after each prompt.

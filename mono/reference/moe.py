@@ -42,7 +42,6 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
     check_weights(TYPE, spec, weights, comm)
 
     gate_up, down = _decoder(weights.gate_up), _decoder(weights.down)
-    F = spec.intermediate // comm.size
 
     def shared(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
         h = linear(x, gate_up, numerics, spec.activations)
@@ -61,7 +60,7 @@ def build(spec: Spec, weights: Weights, comm: Comm, numerics: Numerics = NATIVE)
         # from here to the sum a row is one slot of a token: R = T x slots rows
         groups = _rows_by_expert(ids.flatten(), spec.table)
         a = rounded(x, weights.gate_up, spec.activations).repeat_interleave(spec.slots, dim=0)
-        h = _product(a, groups, gate_up, 2 * F, numerics)  # [R, 2 F] fp32
+        h = _product(a, groups, gate_up, weights.gate_up.shape[1], numerics)  # [R, 2 F] fp32
         mid = swiglu_oai(h, spec.alpha, spec.beta, spec.limit).bfloat16()  # [R, F]
         b = rounded(mid, weights.down, spec.activations)
         y = _product(b, groups, down, spec.hidden, numerics)  # [R, H] fp32

@@ -12,9 +12,8 @@ from mono.reference.ops.rms_norm import gemma_rms_norm
 from mono.reference.ops.rope import rope
 from mono.step import Step
 
-_GATHERED = (
-    1 << 24
-)  # values of K gathered at once in attend_selected; rows are independent, so chunks change nothing
+# values of K gathered at once in attend_selected; rows are independent, so chunks change nothing
+_GATHERED = 1 << 24
 
 
 def norm_rope(
