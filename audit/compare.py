@@ -21,11 +21,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from audit.certify import MOST_DAYS, certifies, certify, read_key
 from audit.evidence import MODES, Mode, gather
 from audit.inputs import EMBEDDED, Unusable, as_prompts, embedded_prompts, open_subject, read_prompts
-from audit.report import JsonFile, as_json, show
+from audit.report import WholeFile, as_json, show
 from audit.steps import MOST_ROUNDS, Schedule
 from audit.verdict import Outcome, Verdict, judge
+from mono.certificate import Certificate
 from mono.deployment import Prefix
 
 ROUNDS = 8  # verify steps of one prompt: few, so that steps come from many prompts
@@ -52,23 +54,32 @@ def _compare(options: argparse.Namespace, errors: Console) -> Outcome:
     device = torch.device(options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # many small operations: a second thread costs more than it brings
-    file = None if options.json in (None, "-") else JsonFile(Path(options.json))
+    key = None if options.sign_key is None else read_key(Path(options.sign_key))
+    file = None if options.json in (None, "-") else WholeFile(Path(options.json), "--json")
+    sealed = None
     try:
+        sealed = (
+            None if options.certificate is None else WholeFile(Path(options.certificate), "--certificate")
+        )
         texts = None if options.prompts is None else read_prompts(Path(options.prompts))
         names = list(EMBEDDED) if options.checkpoint == "all" else [options.checkpoint]
         console = errors if options.json == "-" else Console()
         outcomes, runs = [], []
         for name in names:
-            verdict, run = _one(name, options, texts, device, console, errors)
+            verdict, run, certificate = _one(name, options, texts, device, console, errors, key)
             outcomes.append(verdict.outcome)
             runs.append(run)
         if options.json == "-":
             sys.stdout.write(as_json(runs))
         elif file is not None:
             file.write(as_json(runs))
+        if sealed is not None and certificate is not None:
+            sealed.write(certificate.text())
+            console.print(f"certificate: {options.certificate}, until {certificate.expires:%Y-%m-%d}")
     finally:
-        if file is not None:
-            file.close()
+        for each in (file, sealed):
+            if each is not None:
+                each.close()
     return next(o for o in (Outcome.FAIL, Outcome.INCONCLUSIVE, Outcome.PASS) if o in outcomes)
 
 
@@ -79,8 +90,9 @@ def _one(
     device: torch.device,
     console: Console,
     errors: Console,
-) -> tuple[Verdict, dict[str, object]]:
-    subject, candidate = open_subject(name, device, options.widths, options.prefix)
+    key: bytes | None,
+) -> tuple[Verdict, dict[str, object], Certificate | None]:
+    subject, candidate, model = open_subject(name, device, options.widths, options.prefix)
     if texts is None:
         prompts = embedded_prompts(-(-options.steps // ROUNDS) + SPARE_PROMPTS, options.seed)
         prompts = as_prompts([(p.name, list(p.ids)) for p in prompts], subject, "prompts")
@@ -102,7 +114,10 @@ def _one(
             lambda done, wanted: progress.update(task, completed=min(done, wanted)),
         )
     verdict = judge(evidence, options.budget)
-    return verdict, show(console, evidence, verdict, device, options.seed)
+    certificate = None
+    if options.certificate is not None and certifies(verdict):
+        certificate = certify(model, candidate, evidence, verdict, options.days, key)
+    return verdict, show(console, evidence, verdict, device, options.seed), certificate
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -110,6 +125,12 @@ def _check(options: argparse.Namespace) -> None:
         raise Unusable(f"--steps: expected at least 1, got {options.steps}")
     if not 0.0 < options.budget < 1.0:
         raise Unusable(f"--budget: expected a rate between 0 and 1, got {options.budget}")
+    if options.certificate is not None and options.checkpoint == "all":
+        raise Unusable("--certificate: a certificate is for one checkpoint, got --checkpoint all")
+    if options.sign_key is not None and options.certificate is None:
+        raise Unusable("--sign-key: expected --certificate as well, there is none")
+    if not 1 <= options.days <= MOST_DAYS:
+        raise Unusable(f"--days: expected 1 to {MOST_DAYS}, got {options.days}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise Unusable("--device: expected a GPU for cuda, there is none")
 
@@ -164,6 +185,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefix", choices=get_args(Prefix), default="reference", help="arm of a sparse dense-MLP prefix")
     add("--seed", type=int, default=0, help="of embedded prompts and page order; 0")
     add("--json", metavar="PATH", help="write the whole report there, or - for standard output")
+    add(
+        "--certificate",
+        metavar="PATH",
+        help="write the certificate there that mono.bind asks for; on a pass only",
+    )
+    add("--sign-key", metavar="FILE", help="sign it with the bytes of this file")
+    add("--days", type=int, default=90, help="how long it holds; 90")
     return parser
 
 

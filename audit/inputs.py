@@ -19,7 +19,7 @@ from mono.deployment import Deployment, Prefix
 from mono.dspark.drafter import load_drafter
 from mono.dspark.verify import refuse_verify
 from mono.layers import embed, head
-from mono.models import load_model
+from mono.models import Model, load_model
 from mono.refusal import Refused
 
 EMBEDDED = {name: Path(__file__).parent / "tiny" / name for name in ("m3", "m3.1")}
@@ -31,7 +31,7 @@ class Unusable(ValueError):
 
 def open_subject(
     name: str, device: torch.device, widths: tuple[int, ...], prefix: Prefix
-) -> tuple[Subject, Candidate]:
+) -> tuple[Subject, Candidate, Model]:
     """Load a checkpoint with its drafter, and build the fast arm that is to be compared.
 
     name:    `m3` or `m3.1` for an embedded checkpoint, else the path of a folder.
@@ -67,7 +67,7 @@ def open_subject(
     eos = checkpoint.text_config.get("eos_token_id")
     stop = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
     subject = Subject(name, model.plan, model.weights, deployment, proposer, stop)
-    return subject, Candidate(fast, tuple(proposer.taps))
+    return subject, Candidate(fast, tuple(proposer.taps)), model
 
 
 def _vocab(spec: Any) -> int:

@@ -201,18 +201,18 @@ def values(x: Any) -> Any:
     return x
 
 
-class JsonFile:
+class WholeFile:
     """A file that appears whole or not at all. Its folder is tried before the work starts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, option: str) -> None:
         """Errors: Unusable if the path is a folder, or its folder cannot be written."""
         self.path = path
         if path.is_dir():
-            raise Unusable(f"--json: expected a file, {path} is a folder")
+            raise Unusable(f"{option}: expected a file, {path} is a folder")
         try:
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         except OSError as error:
-            raise Unusable(f"--json: {path}: cannot be written: {error.strerror}") from error
+            raise Unusable(f"{option}: {path}: cannot be written: {error.strerror}") from error
         os.close(handle)
         self._draft = Path(name)
 

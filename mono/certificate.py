@@ -139,10 +139,14 @@ class Certificate:
             return f"expired at {self.expires.strftime(DATE)}, it is {at}"
         return None
 
+    def text(self) -> str:
+        """The content of the file that `read` reads."""
+        body = _body(self.facts, self.evidence, self.issued, self.expires)
+        return json.dumps(body | {"sha256": self.sha256, "hmac": self.hmac}, indent=1) + "\n"
+
     def write(self, path: str | Path) -> None:
         """Write the file that `read` reads."""
-        body = _body(self.facts, self.evidence, self.issued, self.expires)
-        Path(path).write_text(json.dumps(body | {"sha256": self.sha256, "hmac": self.hmac}, indent=1) + "\n")
+        Path(path).write_text(self.text())
 
 
 def issue(

@@ -35,7 +35,7 @@ MODE: dict[str, Mode] = {NAMES[5]: "shadow", NAMES[7]: "forced"}
 def opened():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    subject, candidate = open_subject("m3.1", torch.device("cpu"), (8, 16), "reference")
+    subject, candidate, _ = open_subject("m3.1", torch.device("cpu"), (8, 16), "reference")
     yield replace(subject, deployment=replace(subject.deployment, max_context=256)), candidate
     torch.set_num_threads(threads)
 
