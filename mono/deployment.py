@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 Activations = Literal["mxfp8", "bf16"]
@@ -65,8 +63,3 @@ class Deployment:
     def q_len(self) -> int:
         """Rows per request in a step: the anchor and its drafts."""
         return 1 + (self.draft_len if self.verify != "off" else 0)
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON of every field."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()

@@ -28,14 +28,3 @@ from mono.deployment import Deployment
 def test_a_wrong_field_is_named(field: str, value: object, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"^deployment\.{field}: expected {expected}$"):
         Deployment(**{field: value})
-
-
-def test_the_fingerprint_is_of_every_field() -> None:
-    others = {
-        "tp_size": 2, "linears": "checkpoint", "expert_activations": "bf16", "shared_expert": "apart",
-        "kv_format": "bf16", "max_context": 4096, "verify": "off", "draft_len": 5, "widths": (8,),
-        "prefix": "fast",
-    }  # fmt: skip
-    assert set(others) == set(Deployment.__dataclass_fields__)
-    prints = {Deployment(**{name: value}).fingerprint() for name, value in others.items()}
-    assert len(prints | {Deployment().fingerprint()}) == len(others) + 1

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mono.caches import LayerCache
@@ -35,7 +34,7 @@ def check_weights(layer_type: LayerType[Any, Any], spec: Any, weights: Any, comm
         got = shape_of(value) or ()
         if len(got) != len(want) or any(w not in (g, -1) for g, w in zip(got, want, strict=True)):
             raise ValueError(f"{layer_type.name}.{field.name}: expected {_words(want)}, got {_words(got)}")
-        devices[field.name] = str(device_of(value))
+        devices[field.name] = str(value.device)
     if len(set(devices.values())) > 1:
         raise ValueError(f"{layer_type.name}: weights lie on several devices: {devices}")
 
@@ -65,13 +64,6 @@ def local_shape(shape: tuple[int, ...] | None, cut: str, ranks: int) -> tuple[in
 def shape_of(value: Any) -> tuple[int, ...] | None:
     """The logical shape of a tensor or a quantised matrix."""
     return None if value is None else tuple(value.shape)
-
-
-def device_of(value: Any) -> torch.device:
-    """The device of a tensor or of a quantised matrix's first part."""
-    if isinstance(value, Tensor):
-        return value.device
-    return next(v.device for f in fields(value) if isinstance(v := getattr(value, f.name), Tensor))
 
 
 def _words(shape: tuple[int, ...] | None) -> str:
