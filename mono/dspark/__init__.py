@@ -11,16 +11,8 @@ from mono.dspark.acceptance import (
     processed_distribution,
     synthetic_acceptance,
 )
-from mono.dspark.drafter import (
-    ContextCache,
-    Drafter,
-    DrafterSpec,
-    DrafterWeights,
-    LayerWeights,
-    Proposal,
-    Proposer,
-    load_drafter,
-)
+from mono.dspark.drafter import ContextCache, Drafter, Proposal, Proposer, load_drafter
+from mono.dspark.drafter_spec import DrafterSpec, DrafterWeights, LayerWeights
 from mono.dspark.generate import Generated, Generator, StepRecord, empty_caches, generate
 from mono.dspark.taps import Taps
 from mono.dspark.verify import refuse_verify, verify_step

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mono.deployment import Deployment
-from mono.dspark.drafter import DrafterSpec
+from mono.dspark.drafter_spec import DrafterSpec
 from mono.step import Step
 
 
