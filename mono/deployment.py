@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+Linears = Literal["ptpc_fp8", "checkpoint"]
 Activations = Literal["mxfp8", "bf16"]
 SharedExpert = Literal["fused", "apart"]
+KvFormat = Literal["fp8_e4m3", "bf16"]
 Prefix = Literal["reference", "fast"]
 Verify = Literal["fixed", "confidence", "ragged", "off"]
 
@@ -30,10 +32,10 @@ class Deployment:
     """
 
     tp_size: int = 1
-    linears: Literal["ptpc_fp8", "checkpoint"] = "ptpc_fp8"
+    linears: Linears = "ptpc_fp8"
     expert_activations: Activations = "mxfp8"
     shared_expert: SharedExpert = "fused"
-    kv_format: Literal["fp8_e4m3", "bf16"] = "fp8_e4m3"
+    kv_format: KvFormat = "fp8_e4m3"
     max_context: int = 1_048_576
     verify: Verify = "fixed"
     draft_len: int = 7
@@ -42,10 +44,10 @@ class Deployment:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("linears", ("ptpc_fp8", "checkpoint")),
+            ("linears", get_args(Linears)),
             ("expert_activations", get_args(Activations)),
             ("shared_expert", get_args(SharedExpert)),
-            ("kv_format", ("fp8_e4m3", "bf16")),
+            ("kv_format", get_args(KvFormat)),
             ("verify", get_args(Verify)),
             ("prefix", get_args(Prefix)),
         ):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, fields
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from mono.deployment import KvFormat
 from mono.formats import kv_fp8
-
-KV_FORMATS = ("fp8_e4m3", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class LayerCache:
         kv_format: str = "fp8_e4m3",
     ) -> LayerCache:
         """A cache whose every value reads as NaN until it is written: nothing may depend on it."""
-        if kv_format not in KV_FORMATS:
-            raise ValueError(f"cache: expected a format of {KV_FORMATS}, got {kv_format!r}")
+        if kv_format not in get_args(KvFormat):
+            raise ValueError(f"cache: expected a format of {get_args(KvFormat)}, got {kv_format!r}")
 
         def nan(*shape: int) -> Tensor:
             if kv_format == "bf16":
@@ -67,6 +67,11 @@ class LayerCache:
     def block_size(self) -> int:
         """Tokens per page."""
         return self.k.shape[1]
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """What it stores, in a deployment's words."""
+        return "bf16" if self.k.dtype == torch.bfloat16 else "fp8_e4m3"
 
     def insert_kv(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the rows whose slot is not negative.

@@ -178,11 +178,10 @@ class Generator:
             )
         for layer, (spec, cache) in enumerate(zip(specs, caches, strict=True)):
             check_cache(f"generate: layer {layer}", spec, cache)
-            kv_format = "bf16" if cache.k.dtype == torch.bfloat16 else "fp8_e4m3"
-            if kv_format != served.kv_format or cache.pages < pool.pages:
+            if cache.kv_format != served.kv_format or cache.pages < pool.pages:
                 raise ValueError(
                     f"generate: layer {layer}: cache: expected {pool.pages} pages in {served.kv_format},"
-                    f" got {cache.pages} in {kv_format}"
+                    f" got {cache.pages} in {cache.kv_format}"
                 )
         last = plan.slots[-1].spec
         assert isinstance(last, head.Spec)  # a plan ends in a head

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mono.deployment import Activations
 from mono.formats import Matrix
 from mono.interface import LayerType
 
@@ -35,7 +36,7 @@ class Spec:
     beta: float
     limit: float
     routed_format: str
-    activations: Literal["mxfp8", "bf16"]
+    activations: Activations
     shared: Literal["fused", "apart", "none"]
     shared_intermediate: int
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mono.checkpoint import Checkpoint, CheckpointError
 from mono.checkpoint.names import is_text
 from mono.checkpoint.stored import SUFFIXES, UNREAD
-from mono.deployment import Deployment
+from mono.deployment import Deployment, Linears
 from mono.formats import Matrix, Mxfp4, Nvfp4, PtpcFp8, mxfp4, ptpc_fp8
 from mono.layers import AnySpec, AnyWeights, dense_attention, dense_mlp, embed, head, moe, sparse_attention
 from mono.models.minimax_m3_config import Config
@@ -243,7 +243,7 @@ class _Load:
     """Reads the tensors of a slot and lays them out on `device`."""
 
     checkpoint: Checkpoint
-    linears: Literal["ptpc_fp8", "checkpoint"]
+    linears: Linears
     device: torch.device
     rope: Tensor
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
+from mono.deployment import Activations
 from mono.formats import Bf16, Matrix, PtpcFp8, e4m3, mxfp8, ptpc_fp8
 from mono.reference.numerics import NATIVE, Numerics
 
@@ -14,7 +13,7 @@ def linear(
     x: Tensor,
     matrix: Matrix,
     numerics: Numerics = NATIVE,
-    activations: Literal["mxfp8", "bf16"] = "bf16",
+    activations: Activations = "bf16",
 ) -> Tensor:
     """y = x W^T, the row rounded as W's format asks.
 
@@ -30,7 +29,7 @@ def linear(
     return numerics.matmul(rounded(x, matrix, activations), matrix.dequantise())
 
 
-def rounded(x: Tensor, matrix: Matrix, activations: Literal["mxfp8", "bf16"]) -> Tensor:
+def rounded(x: Tensor, matrix: Matrix, activations: Activations) -> Tensor:
     """Rows as a product with an unscaled or MX matrix takes them: bf16, then MXFP8 if asked for; as fp32."""
     x = x.bfloat16()
     if activations == "mxfp8" and not isinstance(matrix, Bf16):
