@@ -12,7 +12,7 @@ from torch import Tensor
 from mono.dspark.drafter_spec import DrafterSpec, DrafterWeights, LayerWeights, check_drafter_weights
 from mono.formats import Matrix
 from mono.reference.numerics import NATIVE, ROW_TILE, Numerics
-from mono.reference.ops.attention import norm_rope
+from mono.reference.ops.attention import norm_rope, softmax_attention
 from mono.reference.ops.rms_norm import gemma_rms_norm
 from mono.reference.ops.rope import rope_table
 from mono.reference.ops.swiglu import swiglu_oai
@@ -231,30 +231,24 @@ class Drafter:
         return norm_rope(k, layer.k_norm, s.eps, self.weights.rope, positions, self.numerics), v
 
     def _attend(self, context: ContextCache, layer: int, P: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One request's block over its context and itself.
-
-            z = q . k D^-1/2;  p = exp(z - max z);  o = sum p v / sum p
+        """One request's block over its context and itself, by the target's own `softmax_attention`.
 
         Shapes:  q [block, N, D], k and v [block, G, D] bf16. Returns [block, N x D] bf16.
         """
         s = self.spec
+        G, n = s.kv_heads, s.heads // s.kv_heads
         oldest = 0 if s.window is None else max(0, P - (s.window - 1))
-        keys = torch.cat([context.k[layer, oldest:P], k]).float().transpose(0, 1)  # [G, t, D]
-        values = torch.cat([context.v[layer, oldest:P], v]).float().transpose(0, 1)
-        at = torch.arange(oldest, P + s.block, device=q.device)  # [t]
-        rows = torch.arange(P, P + s.block, device=q.device)  # [block]
-        sees = torch.ones(s.block, len(at), dtype=torch.bool, device=q.device)
+        keys = torch.cat([context.k[layer, oldest:P], k]).transpose(0, 1).unsqueeze(0)  # [1, G, t, D]
+        values = torch.cat([context.v[layer, oldest:P], v]).transpose(0, 1).unsqueeze(0)
+        unit = torch.ones(keys.shape[:3], device=q.device)  # what stays bf16 has no scale
+        sees = torch.ones(s.block, keys.shape[2], dtype=torch.bool, device=q.device)
         if s.window is not None:
+            at = torch.arange(oldest, P + s.block, device=q.device)  # [t]
+            rows = torch.arange(P, P + s.block, device=q.device)  # [block]
             sees = at[None, :] >= rows[:, None] - (s.window - 1)
-
-        group = s.heads // s.kv_heads
-        grouped = q.float().view(s.block, s.kv_heads, group, s.head_dim).permute(1, 2, 0, 3)
-        z = self.numerics.matmul(grouped.flatten(1, 2), keys) * s.head_dim**-0.5  # [G, n x block, t]
-        z = torch.where(sees, z.view(s.kv_heads, group, s.block, -1), float("-inf"))
-        p = torch.exp(z - z.amax(dim=-1, keepdim=True))
-        o = self.numerics.matmul(p.flatten(1, 2), values.mT).view(s.kv_heads, group, s.block, s.head_dim)
-        o = o / self.numerics.sum(p, -1).unsqueeze(-1)
-        return o.permute(2, 0, 1, 3).reshape(s.block, s.heads * s.head_dim).bfloat16()
+        queries = q.view(1, s.block, G, n, s.head_dim).permute(0, 2, 3, 1, 4)  # [1, G, n, block, D]
+        o = softmax_attention(queries, keys, unit, values, unit, sees.expand(1, 1, 1, -1, -1), self.numerics)
+        return o.permute(0, 3, 1, 2, 4).reshape(s.block, s.heads * s.head_dim)
 
     def _linear(self, x: Tensor, decoded: Tensor) -> Tensor:
         """x W^T for x [n, K] bf16 and a decoded W [N, K] fp32, rounded to bf16."""
