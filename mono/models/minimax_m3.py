@@ -211,7 +211,11 @@ def check_tensors(checkpoint: Checkpoint, plan: Plan) -> None:
 
 
 def load_weights(
-    checkpoint: Checkpoint, plan: Plan, deployment: Deployment, device: torch.device | str = "cpu"
+    checkpoint: Checkpoint,
+    config: Config,
+    plan: Plan,
+    deployment: Deployment,
+    device: torch.device | str = "cpu",
 ) -> tuple[AnyWeights, ...]:
     """One Weights per slot of `plan`, whole matrices: tensor-parallel ranks cut them afterwards.
 
@@ -227,7 +231,6 @@ def load_weights(
                  ValueError for a longer context than max_position_embeddings.
     """
     check_tensors(checkpoint, plan)
-    config = Config.of(checkpoint.config, str(checkpoint.path / "config.json"))
     if deployment.max_context > config.max_positions:
         raise ValueError(
             f"deployment.max_context: expected at most max_position_embeddings = {config.max_positions},"

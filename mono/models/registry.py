@@ -51,9 +51,9 @@ def load_model(
              checkpoint; ValueError for a deployment that does not fit the model.
     """
     checkpoint = source if isinstance(source, Checkpoint) else load_checkpoint(source)
-    architecture_of(checkpoint)
-    config = minimax_m3.Config.of(checkpoint.config, str(checkpoint.path / "config.json"))
-    routed_format, vocab_padded = minimax_m3.stored_as(checkpoint, config)
-    plan = minimax_m3.plan_of(config, deployment, routed_format, vocab_padded)
-    weights = minimax_m3.load_weights(checkpoint, plan, deployment, device)
+    family = MODELS[architecture_of(checkpoint)]
+    config = family.Config.of(checkpoint.config, str(checkpoint.path / "config.json"))
+    routed_format, vocab_padded = family.stored_as(checkpoint, config)
+    plan = family.plan_of(config, deployment, routed_format, vocab_padded)
+    weights = family.load_weights(checkpoint, config, plan, deployment, device)
     return Model(plan, weights, checkpoint, config, deployment)
