@@ -21,7 +21,9 @@ from torch import Tensor
 FlipClass = Literal["T0", "T1", "T2", "T3"]
 Floats = NDArray[np.float64]
 
-NOISE_SIZES = 4.0  # a normal change exceeds four times its sigma once in 16,000 rows
+# The largest change is a maximum over the rows of three arms, a flip's is that of a fourth, and the tail is
+# heavy: for the ratio of two such maxima see `floor.FACTOR`. At the largest itself clean runs fail.
+LARGEST = 4.0
 TO_SIGMA = 1.4826  # a normal distribution's sigma over its median absolute deviation
 
 
@@ -112,7 +114,7 @@ class Noise:
     @property
     def limit(self) -> float:
         """A flip at a margin beyond this is no noise."""
-        return max(NOISE_SIZES * self.size, self.largest)
+        return LARGEST * self.largest
 
 
 def noise_of(floor_changes: list[Floats]) -> Noise:

@@ -24,15 +24,15 @@ ULP = 2.0**-20
 
 
 @pytest.mark.parametrize(
-    ("gap", "want"), [(0.0, "T0"), (ULP, "T1"), (2 * ULP, "T2"), (0.3, "T2"), (0.3001, "T3")]
+    ("gap", "want"), [(0.0, "T0"), (ULP, "T1"), (2 * ULP, "T2"), (1.2, "T2"), (1.2001, "T3")]
 )
 def test_classes(gap, want) -> None:
     assert classify(gap, ULP, NOISE) == want
 
 
-def test_the_limit_is_four_sizes_or_the_largest_seen() -> None:
-    assert NOISE.limit == 0.3
-    assert replace(NOISE, size=0.1).limit == pytest.approx(0.4)
+def test_the_limit_is_four_times_the_largest_seen() -> None:
+    assert NOISE.limit == pytest.approx(1.2)
+    assert replace(NOISE, largest=0.01).limit == pytest.approx(0.04)
 
 
 def test_margins_take_the_lowest_id_on_a_tie_and_no_padded_column() -> None:
