@@ -22,6 +22,8 @@ class Slot:
     def __post_init__(self) -> None:
         if self.kind not in LAYER_TYPES:
             raise ValueError(f"slot: unknown layer type {self.kind!r}, known are {sorted(LAYER_TYPES)}")
+        if type(self.spec) is not LAYER_TYPES[self.kind].spec:
+            raise ValueError(f"{self}: expected a spec of its own type, got {type(self.spec).__module__}")
 
     def __str__(self) -> str:
         return self.kind if self.kind in ("embed", "head") else f"layer {self.layer} ({self.kind})"

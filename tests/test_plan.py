@@ -46,6 +46,11 @@ def test_an_unknown_layer_type_is_named() -> None:
         Slot(0, "mamba", MLP)
 
 
+def test_a_spec_of_another_type_is_named() -> None:
+    with pytest.raises(ValueError, match=r"layer 2 \(moe\): .* got mono\.layers\.dense_mlp"):
+        Slot(2, "moe", MLP)
+
+
 def test_a_missing_head_is_an_error() -> None:
     with pytest.raises(ValueError, match="expected embed, two slots per decoder layer, head"):
         Plan(stack((FULL, MLP)).slots[:-1])
