@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from audit.steps import VerifyStep
 from mono.assembly import Assembly, assemble
+from mono.caches import LayerCache
 from mono.deployment import Deployment
-from mono.interface import Carry
+from mono.interface import Carry, Layer
 from mono.layers import AnyWeights
 from mono.plan import Plan, Slot
 from mono.reference.numerics import FLOAT64, NATIVE, Numerics, reordered
 from mono.refusal import Refused
+from mono.step import Step
+
+MOST_WORDS = 300  # characters of an error that a report quotes
+
+
+class ArmError(Exception):
+    """A slot of some arm raised. The message begins with the slot and fits on one line."""
+
+
+def guarded(assembly: Assembly, arm: str) -> Assembly:
+    """The same arm, with ArmError for whatever one of its slots raises.
+
+    On a GPU the fast arm's errors surface later than the launch that made them, so each slot is waited for.
+    """
+    waits = arm == "fast" and assembly.device.type == "cuda"
+
+    def guard(place: str, layer: Layer) -> Layer:
+        def run(carry: Carry, step: Step, cache: LayerCache) -> Carry:
+            try:
+                after = layer(carry, step, cache)
+                if waits:
+                    torch.cuda.synchronize(assembly.device)
+            except Exception as error:
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise ArmError(
+                    f"{place}: the {arm} arm raised {what[:MOST_WORDS]} (a step of {step.rows} rows)"
+                ) from error
+            return after
+
+        return run
+
+    slots = assembly.plan.slots
+    layers = (guard(str(slot), layer) for slot, layer in zip(slots, assembly.layers, strict=True))
+    return replace(assembly, layers=tuple(layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +77,7 @@ class Arms:
         fast: Assembly,
         orders: Sequence[int] = (2, 3),
     ) -> Arms:
-        """All arms beside a candidate. orders: numbers of interleaved parts of the floor's sums.
+        """All arms beside a candidate, guarded. orders: numbers of interleaved parts of the floor's sums.
 
         Errors:  ValueError if the reference refuses the deployment.
         """
@@ -52,8 +88,13 @@ class Arms:
                 raise ValueError(f"reference: {assembly}")
             return assembly
 
-        floor = {n.name: (built(n), n) for n in map(reordered, orders)}
-        return Arms(weights, built(NATIVE), fast, built(FLOAT64), floor)
+        return Arms(
+            weights,
+            guarded(built(NATIVE), "reference"),
+            guarded(fast, "fast"),
+            guarded(built(FLOAT64), "oracle"),
+            {n.name: (guarded(built(n), n.name), n) for n in map(reordered, orders)},
+        )
 
     @property
     def floor_arms(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@
     python -m audit.compare --modes local --json - | jq .runs[0].verdict
 
 Exit codes: 0 pass, 1 fail, 2 inconclusive (too few steps for the budget, or a mode left out), 3 unusable
-input.
+input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from audit.verdict import Outcome, Verdict, judge
 from mono.certificate import Certificate
 from mono.deployment import Prefix
 
+INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended
 ROUNDS = 8  # verify steps of one prompt: few, so that steps come from many prompts
 # prompts decoded together and rows of a prefill chunk: a GPU waits for launches, a CPU for memory
 TOGETHER = {"cpu": (8, 128), "cuda": (32, 512)}
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"audit.compare: {error}", style="bold red", highlight=False, soft_wrap=True, markup=False
         )
         return int(Outcome.UNUSABLE)
+    except KeyboardInterrupt:
+        quiet.print("audit.compare: interrupted", style="bold red", highlight=False)
+        return INTERRUPTED
 
 
 def _compare(options: argparse.Namespace, errors: Console) -> Outcome:
@@ -56,30 +60,22 @@ def _compare(options: argparse.Namespace, errors: Console) -> Outcome:
         torch.set_num_threads(1)  # many small operations: a second thread costs more than it brings
     key = None if options.sign_key is None else read_key(Path(options.sign_key))
     file = None if options.json in (None, "-") else WholeFile(Path(options.json), "--json")
-    sealed = None
-    try:
-        sealed = (
-            None if options.certificate is None else WholeFile(Path(options.certificate), "--certificate")
-        )
-        texts = None if options.prompts is None else read_prompts(Path(options.prompts))
-        names = list(EMBEDDED) if options.checkpoint == "all" else [options.checkpoint]
-        console = errors if options.json == "-" else Console()
-        outcomes, runs = [], []
-        for name in names:
-            verdict, run, certificate = _one(name, options, texts, device, console, errors, key)
-            outcomes.append(verdict.outcome)
-            runs.append(run)
-        if options.json == "-":
-            sys.stdout.write(as_json(runs))
-        elif file is not None:
-            file.write(as_json(runs))
-        if sealed is not None and certificate is not None:
-            sealed.write(certificate.text())
-            console.print(f"certificate: {options.certificate}, until {certificate.expires:%Y-%m-%d}")
-    finally:
-        for each in (file, sealed):
-            if each is not None:
-                each.close()
+    sealed = None if options.certificate is None else WholeFile(Path(options.certificate), "--certificate")
+    texts = None if options.prompts is None else read_prompts(Path(options.prompts))
+    names = list(EMBEDDED) if options.checkpoint == "all" else [options.checkpoint]
+    console = errors if options.json == "-" else Console()
+    outcomes, runs = [], []
+    for name in names:
+        verdict, run, certificate = _one(name, options, texts, device, console, errors, key)
+        outcomes.append(verdict.outcome)
+        runs.append(run)
+    if options.json == "-":
+        sys.stdout.write(as_json(runs))
+    elif file is not None:
+        file.write(as_json(runs))
+    if sealed is not None and certificate is not None:
+        sealed.write(certificate.text())
+        console.print(f"certificate: {options.certificate}, until {certificate.expires:%Y-%m-%d}")
     return next(o for o in (Outcome.FAIL, Outcome.INCONCLUSIVE, Outcome.PASS) if o in outcomes)
 
 

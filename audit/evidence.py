@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from audit.arms import Arms
+from audit.arms import ArmError, Arms
 from audit.floor import EVENT_RATE_WHOLE, Ledger, RowAt
 from audit.steps import Prompt, Schedule, Session, VerifyStep
 from audit.walk import Blemish, walk_slots
@@ -63,6 +63,7 @@ class Evidence:
     prompts:        verify steps by prompt.
     accepted:       verify steps by the reference's accepted length.
     rejected_then:  steps whose predecessor rejected a draft: the only ones that can show a kept key.
+    raised:         what an arm's slot raised; the run ended there.
     rows, rows_selecting:  rows that are no padding, and those with more keys than a selection keeps.
     """
 
@@ -83,6 +84,7 @@ class Evidence:
     rows: int = 0
     rows_selecting: int = 0
     longest: int = 0
+    raised: str | None = None
 
     @property
     def logits(self) -> tuple[tuple[Mode, Logits], ...]:
@@ -119,6 +121,8 @@ def gather(
 ) -> Evidence:
     """Decode `prompts` on the reference and hold every arm against it, until enough verify steps are seen.
 
+    An arm that raises ends the run, and is evidence like any other.
+
     on_step: is told the number of verify steps done and wanted.
     """
     deployment, plan = subject.deployment, subject.plan
@@ -133,6 +137,23 @@ def gather(
         local=Ledger(arms.floor_arms),
         whole=Ledger(whole_floor(arms), EVENT_RATE_WHOLE),
     )
+    try:
+        _audit(evidence, arms, candidate, prompts, schedule, seed, on_step)
+    except ArmError as error:
+        evidence.raised = str(error)
+    return evidence
+
+
+def _audit(
+    evidence: Evidence,
+    arms: Arms,
+    candidate: Candidate,
+    prompts: Sequence[Prompt],
+    schedule: Schedule,
+    seed: int,
+    on_step: OnStep,
+) -> None:
+    subject, deployment = evidence.subject, evidence.subject.deployment
     start, every_width = 0, sum(width // deployment.q_len for width in deployment.widths)
     while start < len(prompts) and evidence.steps < schedule.steps:
         missing = -(-(schedule.steps - evidence.steps) // schedule.rounds)
@@ -152,7 +173,6 @@ def gather(
         depths = schedule.depths
         session.advance({number: depths[number % len(depths)] for number, _ in some})
         _audit_session(evidence, arms, candidate, session, prompts, schedule, on_step)
-    return evidence
 
 
 def _audit_session(

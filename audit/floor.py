@@ -60,8 +60,9 @@ class RowAt:
 class Judged:
     """One output of one slot over the whole run.
 
-    floor, worst:  largest row error of the floor arms and of the fast arm. ratio: of the row that is worst
-                   against its floor, which is at least one event. at: that row.
+    floor:         largest row error of the floor arms.
+    worst:         the fast arm's error in the row that is worst against its floor, at: that row;
+                   row_floor: its floor, at least one event; ratio: of the two.
     mean_ratio:    of the means; for an expert, if `expert` is not None.
     explained:     rows whose choice differed within the noise; beyond: rows where it differed beyond it,
                    with the largest gap in units of the noise and its place.
@@ -76,6 +77,7 @@ class Judged:
     rows: int
     floor: float
     worst: float
+    row_floor: float
     ratio: float
     at: RowAt | None
     floor_mean: float
@@ -189,7 +191,8 @@ class Ledger:
         known = [x[~np.isnan(x)] for x in floors]
         floor = max((float(x.max()) for x in known if x.size), default=0.0)
         floor_mean = max((float(x.mean()) for x in known if x.size), default=0.0)
-        ratios = _over(got, np.maximum(floor, event))
+        row_floors = np.maximum(floor, event)
+        ratios = _over(got, row_floors)
         worst = int(ratios.argmax())
         typical = float(event.mean())
 
@@ -216,6 +219,7 @@ class Ledger:
             rows=len(got),
             floor=floor,
             worst=float(got[worst]),
+            row_floor=float(row_floors[worst]),
             ratio=float(ratios[worst]),
             at=rows.at[worst],
             floor_mean=floor_mean,

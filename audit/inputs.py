@@ -99,8 +99,10 @@ def read_prompts(path: Path) -> list[tuple[str, str | list[int]]]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Unusable(f"prompts: {path}: {_line(error)}") from error
+    except OSError as error:
+        raise Unusable(f"prompts: {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Unusable(f"prompts: {path}: expected UTF-8, got {_line(error)}") from error
     found: list[tuple[str, str | list[int]]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():

@@ -7,13 +7,16 @@ import math
 import os
 import tempfile
 from dataclasses import asdict, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from audit.evidence import Evidence
 from audit.floor import FACTOR, Judged
@@ -24,6 +27,7 @@ from audit.verdict import Outcome, Verdict
 SCHEMA = "mono-audit-compare/1"
 COLOURS = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.INCONCLUSIVE: "yellow"}
 MOST_REASONS = 12
+OWN_CACHE = ": own cache"
 
 
 def show(
@@ -33,71 +37,108 @@ def show(
     subject = evidence.subject
     console.print()
     console.rule(f"{subject.name}: [bold {COLOURS[verdict.outcome]}]{verdict.outcome.name.lower()}")
-    for why in verdict.reasons[:MOST_REASONS]:
-        console.print(f"  {why}", highlight=False, markup=False)
+    for why in verdict.reasons[:MOST_REASONS] or [_clean(verdict)]:
+        console.print(Padding(Text(why), (0, 0, 0, 2)))
     if len(verdict.reasons) > MOST_REASONS:
-        console.print(f"  and {len(verdict.reasons) - MOST_REASONS} more reasons (see --json)")
+        console.print(
+            f"  and {len(verdict.reasons) - MOST_REASONS} more reasons (see --json)", highlight=False
+        )
     widths = ", ".join(f"{count} at width {width}" for width, count in sorted(evidence.widths.items()))
-    console.print(
-        f"{evidence.steps} verify steps ({widths}) of {len(evidence.prompts)} prompts, {evidence.rows} rows,"
-        f" contexts to {evidence.longest}, {_device(device)}, modes {', '.join(evidence.modes)}",
-        highlight=False,
+    _lines(
+        console,
+        "run",
+        {
+            "steps": f"{evidence.steps} verify steps{f' ({widths})' if widths else ''} of"
+            f" {len(evidence.prompts)} prompts, {evidence.rows} rows",
+            "contexts": f"up to {evidence.longest} tokens",
+            "modes": ", ".join(evidence.modes),
+            "device": f"{_device(device)}; torch {torch.__version__}, Triton {_triton()}; seed {seed}",
+        },
     )
     if verdict.slots:
+        console.print()
         console.print(_slots("slot by slot, against float64", verdict.slots))
     if verdict.whole:
-        console.print(
-            _slots("whole steps: taps and own caches, against the reference", _worst_layers(verdict.whole))
-        )
+        console.print()
+        console.print(_slots("whole steps, against the reference", _worst_layers(verdict.whole)))
     for found in verdict.logits:
         _tokens(console, found)
-    if evidence.drafts.blocks:
-        differ = evidence.drafts.differ
-        floor = ", ".join(f"{arm} {count}" for arm, count in differ.items() if arm != "fast")
-        console.print(
-            f"drafts after own taps: {differ.get('fast', 0)} of {evidence.drafts.blocks} blocks differ"
-            f" (floor arms: {floor})",
-            highlight=False,
-        )
-    _power(console, verdict)
-    console.print("not tested: " + "; ".join(verdict.not_tested), highlight=False)
+    _power(console, evidence, verdict)
+    console.print()
+    console.print("not tested", style="bold")
+    for what in verdict.not_tested:
+        console.print(Padding(Text(what), (0, 0, 0, 2)))
     return run_as_json(evidence, verdict, device, seed)
 
 
+def _clean(verdict: Verdict) -> str:
+    bound = verdict.logits[0].unexplained  # a pass has compared tokens
+    return (
+        f"every rule holds; at 95 % confidence at most {bound.upper_effective:.2%} of verify steps emit other"
+        f" tokens without a near tie (budget {verdict.budget:.2%})"
+    )
+
+
+def _lines(console: Console, title: str, lines: dict[str, str]) -> None:
+    """A title, and labelled lines that wrap beside their label."""
+    console.print()
+    console.print(title, style="bold", highlight=False)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, line in lines.items():
+        grid.add_row(Text(f"  {label}"), Text(line))
+    console.print(grid)
+
+
 def _slots(title: str, judged: list[Judged]) -> Table:
+    """At most 80 columns wide for layer numbers of two digits."""
     table = Table(
         title=f"{title}; {judged[0].rows} rows",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         show_edge=False,
-        caption=f"worst row and mean, each over its floor: limit {FACTOR:g}; ties: near ties",
+        caption=f"relative row errors; limit {FACTOR:g} x floor; ties: near-tied choices",
         caption_justify="left",
     )
-    table.add_column("place, its worst output", no_wrap=True)
-    for column in ("floor", "worst", "x floor", "mean", "ties"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("place and its worst output", no_wrap=True, vertical="bottom")
+    for column in ("worst\nrow", "its\nfloor", "x floor", "mean\nx floor", "ties"):
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     places: dict[str, list[Judged]] = {}
     for found in judged:
         places.setdefault(found.place, []).append(found)
     for place, outputs in places.items():
         worst = max(outputs, key=lambda found: (len(found.reasons), found.ratio, found.mean_ratio))
         table.add_row(
-            f"{place} {worst.output}",
-            f"{worst.floor:.1e}",
-            f"{worst.worst:.1e}",
-            f"{worst.ratio:.2f}",
-            f"{worst.mean_ratio:.2f}",
+            _label(place, worst.output),
+            _short(worst.worst, ".1e"),
+            _short(worst.row_floor, ".1e"),
+            _short(worst.ratio, ".2f"),
+            _short(worst.mean_ratio, ".2f"),
             str(sum(found.explained for found in outputs)),
             style="red" if any(found.reasons for found in outputs) else "",
         )
     return table
 
 
+def _label(place: str, output: str) -> str:
+    if place.endswith(OWN_CACHE):
+        return f"{place.removesuffix(OWN_CACHE)} own {output}"
+    return place if output == "tap" else f"{place} {output}"
+
+
+def _short(x: float, form: str) -> str:
+    """At most seven characters."""
+    if x == 0:
+        return "0"
+    return f"{x:.1e}" if math.isfinite(x) and abs(x) >= 1000 else f"{x:{form}}"
+
+
 def _worst_layers(judged: list[Judged]) -> list[Judged]:
     """Taps, and of the caches the failing places or else the worst one: the rest is in the JSON."""
-    caches = [found for found in judged if found.place.endswith("own cache")]
+    caches = [found for found in judged if found.place.endswith(OWN_CACHE)]
     failing = {found.place for found in caches if found.reasons}
     if caches and not failing:
         failing = {max(caches, key=lambda found: found.ratio).place}
@@ -107,49 +148,53 @@ def _worst_layers(judged: list[Judged]) -> list[Judged]:
 def _tokens(console: Console, found: JudgedLogits) -> None:
     counted, noise = found.tally, found.noise
     accepted = " ".join(str(counted.accepted[a]) for a in sorted(counted.accepted))
-    console.print(
-        f"[bold]{found.mode}[/bold]: {counted.steps} steps, {counted.decisive_rows} decisive rows of"
-        f" {counted.rows}; accepted 0..{len(counted.accepted) - 1}: {accepted}"
-        f" (mean {counted.accepted_mean:.2f})",
-        highlight=False,
-    )
-    console.print(
-        f"  L0 length differs {counted.length_differs}, L1 tokens differ {counted.tokens_differ}"
-        f" (floor arms {found.control_divergent} of {found.control_steps}), L2 any top-1 differs"
-        f" {counted.top1_differs}",
-        highlight=False,
-    )
     rows = max(counted.rows, 1)
     flips = sum(found.classes.values())
-    console.print(
-        f"  top-1 equal on {(rows - flips) / rows:.2%} of rows (95 % {found.agreement.low:.2%} to"
-        f" {found.agreement.high:.2%}); flips {flips}"
-        f" ({', '.join(f'{kind} {count}' for kind, count in found.classes.items())};"
-        f" before/at/after the accepted {' / '.join(str(n) for n in counted.flips.values())});"
-        f" expected {found.expected:.1f}, floor arms {found.control_flips} of {found.control_rows}",
-        highlight=False,
-    )
-    console.print(
-        f"  margin change: size {found.size:.2e} (floor {noise.size:.2e}), robust sigma {found.sigma:.1e}"
-        f" (floor {noise.sigma:.1e}), mean {found.shift.mean:+.1e} +- {found.shift.error:.1e};"
-        f" KL median {found.kl[0]:.1e}, 99 % {found.kl[1]:.1e}, max {found.kl[2]:.1e}"
-        f" (floor max {found.kl_floor[2]:.1e})",
-        highlight=False,
-    )
+    lines = {
+        "rows": f"{counted.rows}, of which {counted.decisive_rows} decisive, in {counted.steps} steps",
+        "accepted": f"drafts 0..{len(counted.accepted) - 1}, steps of each: {accepted}; mean"
+        f" {counted.accepted_mean:.2f} drafts",
+        "steps": f"unlike the reference's in length (L0) {counted.length_differs}, in emitted tokens (L1)"
+        f" {counted.tokens_differ}, in any top-1 (L2) {counted.top1_differs}; floor arms: in emitted tokens"
+        f" {found.control_divergent} of {found.control_steps}",
+        "top-1": f"equal on {(rows - flips) / rows:.2%} of rows (95 %: {found.agreement.low:.2%} to"
+        f" {found.agreement.high:.2%}); {flips} flips, {found.expected:.1f} expected; floor arms"
+        f" {found.control_flips} of {found.control_rows}",
+        "margin": f"changes by {found.size:.1e} logits, root mean square (floor {noise.size:.1e}); robust"
+        f" sigma {found.sigma:.1e} (floor {noise.sigma:.1e}); mean {found.shift.mean:+.1e} +-"
+        f" {found.shift.error:.1e}",
+        "divergence": f"KL in nats: median {found.kl[0]:.1e}, 99 % {found.kl[1]:.1e}, largest"
+        f" {found.kl[2]:.1e} (floor {found.kl_floor[2]:.1e})",
+    }
+    if flips:
+        classes = ", ".join(f"{kind} {count}" for kind, count in found.classes.items())
+        before, at, after = counted.flips.values()
+        lines["flips"] = f"{classes}; {before} before the last accepted row, {at} in it, {after} behind it"
+    _lines(console, f"tokens, {found.mode}", lines)
 
 
-def _power(console: Console, verdict: Verdict) -> None:
-    if not verdict.logits:
-        return
-    bound, every = verdict.logits[0].unexplained, verdict.logits[0].divergent
-    console.print(
-        f"power: steps with other tokens that no near tie explains {bound.events} of {bound.trials},"
-        f" at most {bound.upper_effective:.2%} at 95 %;"
-        f" on prompts {bound.clusters_hit} of {bound.clusters}, at most {bound.upper_clusters:.1%};"
-        f" near ties counted {every.events}, at most {every.upper_effective:.2%};"
-        f" the budget of {verdict.budget:.2%} takes {verdict.needed} clean steps",
-        highlight=False,
-    )
+def _power(console: Console, evidence: Evidence, verdict: Verdict) -> None:
+    lines = {}
+    if evidence.drafts.blocks:
+        differ = evidence.drafts.differ
+        floor = ", ".join(f"{arm} {count}" for arm, count in differ.items() if arm != "fast")
+        lines["drafts"] = (
+            f"after own taps {differ.get('fast', 0)} of {evidence.drafts.blocks} blocks differ"
+            f" (floor arms: {floor})"
+        )
+    if verdict.logits:
+        bound, every = verdict.logits[0].unexplained, verdict.logits[0].divergent
+        lines["steps"] = (
+            f"with other tokens that no near tie explains {bound.events} of {bound.trials}, at most"
+            f" {bound.upper_effective:.2%} at 95 %; near ties counted {every.events}, at most"
+            f" {every.upper_effective:.2%}"
+        )
+        lines["prompts"] = (
+            f"with such a step {bound.clusters_hit} of {bound.clusters}, at most {bound.upper_clusters:.1%}"
+        )
+        lines["budget"] = f"{verdict.budget:.2%} takes {verdict.needed} clean steps"
+    if lines:
+        _lines(console, "power", lines)
 
 
 def run_as_json(evidence: Evidence, verdict: Verdict, device: torch.device, seed: int) -> dict[str, Any]:
@@ -163,6 +208,7 @@ def run_as_json(evidence: Evidence, verdict: Verdict, device: torch.device, seed
         "deployment": asdict(subject.deployment),
         "device": _device(device),
         "torch": torch.__version__,
+        "triton": _triton(),
         "seed": seed,
         "modes": list(evidence.modes),
         "steps": evidence.steps,
@@ -205,26 +251,46 @@ class WholeFile:
     """A file that appears whole or not at all. Its folder is tried before the work starts."""
 
     def __init__(self, path: Path, option: str) -> None:
-        """Errors: Unusable if the path is a folder, or its folder cannot be written."""
+        """Errors: Unusable for anything there that is no file, or a folder that cannot be written."""
         self.path = path
+        self.option = option
         if path.is_dir():
             raise Unusable(f"{option}: expected a file, {path} is a folder")
-        try:
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        except OSError as error:
-            raise Unusable(f"{option}: {path}: cannot be written: {error.strerror}") from error
-        os.close(handle)
-        self._draft = Path(name)
+        if (
+            path.exists() and not path.is_file()
+        ):  # a device or a pipe: putting a file in its place destroys it
+            raise Unusable(f"{option}: expected a file, {path} is a device or a pipe")
+        self._draft().unlink()
 
     def write(self, text: str) -> None:
-        """Put the text in place."""
-        self._draft.write_text(text, encoding="utf-8")
-        self._draft.chmod(0o644)
-        self._draft.replace(self.path)
+        """Put the text in place. Errors: Unusable if it cannot be written; then nothing is left behind."""
+        draft = self._draft()
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.chmod(0o644)
+            draft.replace(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        finally:
+            draft.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Leave nothing half-written behind."""
-        self._draft.unlink(missing_ok=True)
+    def _draft(self) -> Path:
+        try:
+            handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        os.close(handle)
+        return Path(name)
+
+    def _unwritable(self, error: OSError) -> Unusable:
+        return Unusable(f"{self.option}: {self.path}: cannot be written: {error.strerror}")
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _device(device: torch.device) -> str:

@@ -49,11 +49,13 @@ def judge(evidence: Evidence, budget: float) -> Verdict:
     needed = steps_needed(budget)
     slots, whole = evidence.local.judged(), evidence.whole.judged()
     logits = [judge_logits(mode, seen, evidence) for mode, seen in evidence.logits if seen.steps.get("fast")]
-    reasons = [f"{place}: {what}{f' ({at})' if at else ''}" for place, what, at in _first(evidence)]
+    reasons = [] if evidence.raised is None else [evidence.raised]
+    reasons += [f"{place}: {what}{f' ({at})' if at else ''}" for place, what, at in _first(evidence)]
     reasons += [why for found in (*slots, *whole) for why in found.reasons]
     reasons += [why for found in logits for why in found.reasons]
     reasons += _drafts(evidence)
-    reasons += _blind(evidence)
+    if evidence.raised is None:  # a run that broke off saw little, and is no pass anyway
+        reasons += _blind(evidence)
     outcome = Outcome.FAIL if reasons else Outcome.PASS
     if outcome is Outcome.PASS:
         reasons = _weak(evidence, logits, budget, needed)
@@ -137,7 +139,7 @@ def _not_tested(evidence: Evidence) -> list[str]:
         )
     found += [f"mode {mode}" for mode in MODES if mode not in evidence.modes]
     for place, count in evidence.experts_missed.items():
-        found.append(f"{place}: {count} experts that no row chose")
+        found.append(f"{place}: experts that no row chose: {count}")
     lengths = [a for a in range(deployment.draft_len + 1) if not evidence.accepted[a]]
     if lengths:
         found.append(f"accepted lengths {', '.join(map(str, lengths))}: no such step")

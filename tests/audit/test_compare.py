@@ -1,6 +1,8 @@
 """`python -m audit.compare`: exit codes, one clear line for unusable input, and nothing half-written."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from audit.compare import main
-from audit.inputs import EMBEDDED
+from audit.inputs import EMBEDDED, Unusable
+from audit.report import WholeFile
 
 FAST = ["--device", "cpu"]
 
@@ -151,6 +154,35 @@ def test_a_failing_run_leaves_an_older_report_and_no_draft(tmp_path, capsys) -> 
     refused(capsys, "--json", str(report), "--checkpoint", str(tmp_path / "nowhere"))
     assert report.read_text() == "older"
     assert list(tmp_path.iterdir()) == [report]
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path, capsys) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "is a device or a pipe" in refused(capsys, "--json", str(pipe))
+    assert pipe.is_fifo()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = WholeFile(tmp_path / "report.json", "--json")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(Unusable, match=r"--json: .*report\.json: cannot be written: No space left"):
+        file.write("{}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("audit.compare.gather", interrupted)
+    assert main([*FAST, "--json", str(tmp_path / "report.json")]) == 130
+    assert capsys.readouterr().err.strip() == "audit.compare: interrupted"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_names_every_option_and_exit_code(capsys) -> None:

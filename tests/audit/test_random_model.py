@@ -6,9 +6,11 @@ import pytest
 import random_model as rm
 import torch
 
-from audit.plant import KeepingHistory, last_key_masked, tap_early
+from audit.arms import Arms, guarded
+from audit.plant import KeepingHistory, last_key_masked, tap_early, with_layer
 from audit.steps import Prompt
 from audit.verdict import Outcome, judge
+from audit.whole import Candidate
 from mono.assembly import assemble
 from mono.formats import Mxfp4
 from mono.interface import Carry
@@ -165,6 +167,49 @@ def test_a_misbehaving_slot_is_named(index, change, says) -> None:
     verdict = judge(rm.run(wrapped(index, change), ("local",), steps=6), budget=0.05)
     assert verdict.outcome is Outcome.FAIL
     assert any(why.startswith(NAMES[index]) and says in why for why in verdict.reasons), verdict.reasons
+
+
+@pytest.mark.parametrize("mode", ["local", "shadow", "forced"])
+def test_a_slot_that_raises_fails_and_is_named(mode) -> None:
+    arm = rm.candidate()
+    index = [str(slot) for slot in rm.PLAN.slots].index("layer 2 (moe)")
+    calls = 0
+
+    def breaks(carry, step, cache):
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise RuntimeError("out of\nresources " + "x" * 1000)
+        return arm.assembly.layers[index](carry, step, cache)
+
+    evidence = rm.run(with_layer(arm, index, breaks), modes=[mode])
+    verdict = judge(evidence, 0.2)
+    assert verdict.outcome is Outcome.FAIL
+    (reason,) = verdict.reasons
+    assert reason.startswith("layer 2 (moe): the fast arm raised RuntimeError: out of resources xxx")
+    assert reason.endswith(("(a step of 8 rows)", "(a step of 16 rows)"))
+    assert len(reason.splitlines()) == 1
+    assert len(reason) < 400
+    assert evidence.steps < 24
+
+
+def test_a_reference_that_raises_fails_too(monkeypatch) -> None:
+    def broken(carry, step, cache):
+        raise ValueError("no room")
+
+    index = len(rm.PLAN.slots) - 1
+    of = Arms.of
+
+    def with_broken_reference(*arguments, **named):
+        arms = of(*arguments, **named)
+        own = with_layer(Candidate(arms.reference), index, broken).assembly
+        return replace(arms, reference=guarded(own, "reference"))
+
+    monkeypatch.setattr(Arms, "of", with_broken_reference)
+    verdict = judge(rm.run(rm.candidate(), steps=2), 0.2)
+    assert verdict.outcome is Outcome.FAIL
+    (reason,) = verdict.reasons
+    assert reason.startswith("head: the reference arm raised ValueError: no room (a step of ")
 
 
 def test_nan_on_both_arms_fails() -> None:
