@@ -157,29 +157,34 @@ def _parser() -> argparse.ArgumentParser:
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = _Parser(
         prog="python -m audit.compare",
-        description=summary,
+        description=f"{summary} Defaults are in brackets.",
         epilog="examples:\n" + rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=True,
     )
     add = parser.add_argument
-    add("--checkpoint", default="m3.1", metavar="PATH", help="a folder, or m3, m3.1, all (embedded); m3.1")
-    add("--prompts", metavar="FILE", help="one prompt a line, text or JSON with text or ids; embedded sets")
-    add("--steps", type=int, default=64, metavar="N", help="verify steps, one request's verify being one; 64")
+    add("--checkpoint", default="m3.1", metavar="PATH", help="a folder, or m3, m3.1, all: embedded (m3.1)")
+    add("--prompts", metavar="FILE", help="a prompt a line: text, or JSON with text or ids (embedded ones)")
+    add("--steps", type=int, default=64, metavar="N", help="verify steps; one request's verify is one (64)")
     add(
         "--budget",
         type=float,
         default=0.05,
         metavar="P",
-        help="largest rate of steps with other tokens; 0.05",
+        help="largest rate of steps with other tokens, 0 to 1 (0.05)",
     )
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
         help="where both arms run; on the cpu the fast arm's kernels are interpreted")  # fmt: skip
     add("--modes", type=_modes, default=MODES, metavar="LIST",
-        help="local (slot by slot), shadow (whole step), forced (own caches, taps); all")  # fmt: skip
-    add("--widths", type=_widths, default=(8, 16), metavar="LIST", help="rows a step is built for; 8,16")
-    add("--prefix", choices=get_args(Prefix), default="reference", help="arm of a sparse dense-MLP prefix")
-    add("--seed", type=int, default=0, help="of embedded prompts and page order; 0")
+        help="local (slot by slot), shadow (whole step), forced (own caches, taps) (all)")  # fmt: skip
+    add("--widths", type=_widths, default=(8, 16), metavar="LIST", help="rows a step is built for (8,16)")
+    add(
+        "--prefix",
+        choices=get_args(Prefix),
+        default="reference",
+        help="arm of a sparse dense-MLP prefix (reference)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of embedded prompts and page order (0)")
     add("--json", metavar="PATH", help="write the whole report there, or - for standard output")
     add(
         "--certificate",
@@ -187,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write the certificate there that mono.bind asks for; on a pass only",
     )
     add("--sign-key", metavar="FILE", help="sign it with the bytes of this file")
-    add("--days", type=int, default=90, help="how long it holds; 90")
+    add("--days", type=int, default=90, metavar="N", help="how long it holds (90)")
     return parser
 
 

@@ -43,13 +43,14 @@ def show(
         console.print(
             f"  and {len(verdict.reasons) - MOST_REASONS} more reasons (see --json)", highlight=False
         )
+    prompts = len(evidence.prompts)
     widths = ", ".join(f"{count} at width {width}" for width, count in sorted(evidence.widths.items()))
     _lines(
         console,
         "run",
         {
             "steps": f"{evidence.steps} verify steps{f' ({widths})' if widths else ''} of"
-            f" {len(evidence.prompts)} prompts, {evidence.rows} rows",
+            f" {prompts} prompt{'' if prompts == 1 else 's'}, {evidence.rows} rows",
             "contexts": f"up to {evidence.longest} tokens",
             "modes": ", ".join(evidence.modes),
             "device": f"{_device(device)}; torch {torch.__version__}, Triton {_triton()}; seed {seed}",
