@@ -50,8 +50,8 @@ def agrees(got, want, q, cache, step, selected=None) -> bool:
     """Within 1 ulp of bf16 and the worst that fp32 can do to the exact sums.
 
     A z is a sum of D exact products, off by at most D 2^-24 |q| |k| / sqrt(D) in each arm, and p moves
-    by that relative amount in the numerator and in the denominator. Two-part weights add 2^-17 and sums
-    over at most 2^7 keys another 2^-17. All of it is relative to sum_t p |v| / sum_t p.
+    by that relative amount in the numerator and in the denominator. Sums over at most 2^7 keys add
+    2^-17. All of it is relative to sum_t p |v| / sum_t p.
     """
     positive = LayerCache(
         cache.k, cache.v.float().abs().to(torch.float8_e4m3fn), cache.k_scale, cache.v_scale
@@ -62,7 +62,7 @@ def agrees(got, want, q, cache, step, selected=None) -> bool:
         magnitude = attend_selected(q, positive, step, selected).double()
     width = q.shape[2]
     z = q.double().norm(dim=-1, keepdim=True) * largest_key(cache) * width**-0.5
-    bound = (2.0**-16 + 4 * width * 2.0**-24 * z) * magnitude
+    bound = (2.0**-17 + 4 * width * 2.0**-24 * z) * magnitude
     return bool(((got.double() - want.double()).abs() <= bf16_ulp(want) + bound).all())
 
 
@@ -225,8 +225,8 @@ def test_scales_are_applied_each_once(device) -> None:
             assert error > 0.2, (scales, apart, float(error))
 
 
-def test_weights_keep_sixteen_bits(device) -> None:
-    """Where values cancel, one bf16 weight would leave 2^-12 of the sum's size; two leave 2^-17 at most."""
+def test_weights_keep_their_bits(device) -> None:
+    """Where values cancel, one bf16 weight would leave 2^-12 of the sum; fp32 leaves 2^-18 for 2^6 terms."""
     T, width = 64, 16
     cache, step = paged([T], heads=1, block=16, k_size=0.3)
     rng = torch.Generator().manual_seed(0)
@@ -241,7 +241,7 @@ def test_weights_keep_sixteen_bits(device) -> None:
     exact = p @ sign[:, 0].double()  # sum_t p |v| is 1
     for got in both(q, cache, step, device, KEYS=64, SPLITS=2):
         error = (got[0].double() - exact).abs()
-        assert (error <= bf16_ulp(exact) / 2 + 2.0**-16).all()
+        assert (error <= bf16_ulp(exact) / 2 + 2.0**-18).all()
         assert float(exact.abs().max()) < 0.25  # so that a bf16 result is finer than what is looked for
 
 
