@@ -9,28 +9,21 @@ from pathlib import Path
 
 from audit import evidence as seen
 from audit.inputs import Unusable
-from audit.verdict import Outcome, Verdict
-from audit.whole import Candidate
-from mono.certificate import LEAST_KEY, Certificate, Evidence, facts_of, issue
-from mono.models import Model
+from audit.verdict import Verdict
+from mono.certificate import LEAST_KEY, Certificate, Evidence, Facts, issue
 
 MOST_DAYS = 366
 
 
 def certify(
-    model: Model,
-    candidate: Candidate,
-    evidence: seen.Evidence,
-    verdict: Verdict,
-    days: int,
-    key: bytes | None,
+    facts: Facts, evidence: seen.Evidence, verdict: Verdict, days: int, key: bytes | None
 ) -> Certificate:
-    """Certify what a run saw: the facts of this model and device, up to the longest context it reached.
+    """Certify what a run saw, up to the longest context it reached.
 
+    facts: `facts_of` what was run, taken before the run, so that a file changed meanwhile is not certified.
     days: how long it holds, from now. key: signs it, if there is one.
     Errors: CertificateError, a ValueError, for a run that does not certify; a failed one never does.
     """
-    facts = facts_of(model, candidate.assembly, evidence.subject.deployment)
     now = datetime.now(UTC)
     return issue(
         replace(facts, max_context=evidence.longest),
@@ -61,11 +54,6 @@ def evidence_of(evidence: seen.Evidence, verdict: Verdict) -> Evidence:
         faults=None,  # planted faults are not part of a run yet
         performance_only=False,  # verify steps here are accepted by the serving rule, never by force
     )
-
-
-def certifies(verdict: Verdict) -> bool:
-    """Whether a run may be certified at all."""
-    return verdict.outcome is Outcome.PASS
 
 
 def read_key(path: Path) -> bytes:

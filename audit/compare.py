@@ -21,13 +21,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from audit.certify import MOST_DAYS, certifies, certify, read_key
+from audit.certify import MOST_DAYS, certify, read_key
 from audit.evidence import MODES, Mode, gather
 from audit.inputs import EMBEDDED, Unusable, as_prompts, embedded_prompts, open_subject, read_prompts
 from audit.report import WholeFile, as_json, show
 from audit.steps import MOST_ROUNDS, Schedule
 from audit.verdict import Outcome, Verdict, judge
-from mono.certificate import Certificate
+from mono.certificate import Certificate, facts_of
 from mono.deployment import Prefix
 
 INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended
@@ -89,6 +89,8 @@ def _one(
     key: bytes | None,
 ) -> tuple[Verdict, dict[str, object], Certificate | None]:
     subject, candidate, model = open_subject(name, device, options.widths, options.prefix)
+    wanted = options.certificate is not None
+    facts = facts_of(model, candidate.assembly, subject.deployment) if wanted else None
     if texts is None:
         prompts = embedded_prompts(-(-options.steps // ROUNDS) + SPARE_PROMPTS, options.seed)
         prompts = as_prompts([(p.name, list(p.ids)) for p in prompts], subject, "prompts")
@@ -111,8 +113,8 @@ def _one(
         )
     verdict = judge(evidence, options.budget)
     certificate = None
-    if options.certificate is not None and certifies(verdict):
-        certificate = certify(model, candidate, evidence, verdict, options.days, key)
+    if facts is not None and verdict.outcome is Outcome.PASS:
+        certificate = certify(facts, evidence, verdict, options.days, key)
     return verdict, show(console, evidence, verdict, device, options.seed), certificate
 
 
